@@ -95,8 +95,8 @@ def comparison(results: pd.DataFrame, source: str) -> str:
     parts = []
     for study in (name for name in dict.fromkeys(original["study"]) if name in studies_of(source)):
         for dataset, rows in beside_paper(original, study).groupby("dataset", sort=False):
-            source = DATASETS["kvasir" if study == "kvasir" else "isic"]
-            parts.append(f"Study {study} on {dataset}, in percent (paper: {source} with DINOv2 ViT-B/14)\n{_aligned(rows)}")
+            theirs = DATASETS["kvasir" if study == "kvasir" else "isic"]
+            parts.append(f"Study {study} on {dataset}, in percent (paper: {theirs} with DINOv2 ViT-B/14)\n{_aligned(rows)}")
     return "\n\n".join(parts)
 
 
