@@ -192,8 +192,22 @@ def speed_table() -> str:
     return markdown(["", "scout", "inside", "ToMe", "a smaller image"], rows)
 
 
+def further_table() -> str:
+    """What a promise about the lesion costs, and what a router keeps on images of another archive."""
+    promises = read("guarantee").query("retention == 0.95 and coverage.isna()").set_index("scores")
+    rows = [
+        [f"tokens to keep 95 % of the lesion on average, by the {name}'s scores", f"{row['tokens']:.1f}", f"{row['fixed']:.0f}"]
+        + [f"{row['images']:,.0f}"]
+        for name, row in promises.iterrows()
+    ]
+    external = read("external").query("metric == @KEPT and budget == @BUDGET").iloc[0]
+    what = "lesion kept on images of another archive, `lats:lesion-first`, embedded backbone"
+    return markdown(["question", "measured", "next to", "n"], [*rows, [what, *map(percent, external[["here", "own"]]), "267"]])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "protocol": protocol_table,
+    "further": further_table,
     "center-bias": center_bias_table,
     "zoo": zoo_table,
     "early-routing": early_table,
