@@ -227,15 +227,14 @@ def draw() -> Figure:
     """Draw what each method keeps, and macro F1, on original images and off-center views, with 95 % intervals."""
     import matplotlib.pyplot as plt
 
-    wide = board(VIT).drop("no-pruning")
-    wide = wide[wide["value", KEPT, OFF].notna()].iloc[::-1]
+    wide = board(VIT).iloc[::-1]
     figure, panels = plt.subplots(1, 2, figsize=(7.6, 0.31 * len(wide) + 1.3), sharey=True, width_ratios=[1.35, 1])
     for axes, metric, label in zip(panels, (KEPT, F1), ("lesion kept (% of the ceiling)", "macro F1 (%)"), strict=True):
         for place, (method, row) in enumerate(wide.iterrows()):
             color = look(str(method)).color
             ends = [row["value", metric, view] for view in (ORIGINAL, OFF)]
             axes.plot(ends, [place, place], color=color, linewidth=1.2, alpha=0.5)
-            for view, shift, face in ((ORIGINAL, 0.17, color), (OFF, -0.17, "white")):
+            for view, shift, face in ((ORIGINAL, 0.14, color), (OFF, -0.14, "white")):
                 low, high = row["low", metric, view], row["high", metric, view]
                 axes.plot([low, high], [place + shift] * 2, color=color, linewidth=0.9, alpha=0.6)
                 axes.plot(row["value", metric, view], place, "o", color=color, markerfacecolor=face, markersize=6.5, zorder=3)
