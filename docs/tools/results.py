@@ -196,8 +196,10 @@ def further_table() -> str:
     """What a promise about the lesion costs, and what a router keeps on images of another archive."""
     promises = read("guarantee").query("retention == 0.95 and coverage.isna()").set_index("scores")
     rows = [
-        [f"tokens to keep 95 % of the lesion on average, by the {name}'s scores", f"{row['tokens']:.1f}", f"{row['fixed']:.0f}"]
-        + [f"{row['images']:,.0f}"]
+        [
+            f"tokens to keep 95 % of the lesion on average, by the {name}'s scores",
+            *(f"{row['tokens']:.1f}", f"{row['fixed']:.0f}", f"{row['images']:,.0f}"),
+        ]
         for name, row in promises.iterrows()
     ]
     external = read("external").query("metric == @KEPT and budget == @BUDGET").iloc[0]
@@ -219,7 +221,10 @@ PAGES = [ROOT / "README.md", *(RESULTS / f"{name}.md" for name in ("index", "cen
 def filled(text: str) -> str:
     """Return a page with its tables made anew."""
     return re.sub(
-        r"(<!-- table: ([\w-]+) -->\n).*?(\n<!-- end -->)", lambda found: found[1] + TABLES[found[2]]() + found[3], text, flags=re.S
+        r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}",
+        text,
+        flags=re.S,
     )
 
 
