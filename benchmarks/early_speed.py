@@ -17,9 +17,8 @@ from torch import Tensor
 from benchmarks.competitors import tome_every_block
 from benchmarks.measuring import in_turns, random_vit, ratio
 from medtokenbudget.backbone import partial
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import Backbone, Preprocessing
 from medtokenbudget.backbone.encoders import partial_encoder
-from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import DEFAULT_BUDGET
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from benchmarks.measuring import IMAGES, VIT_B, VIT_S, VIT_S_WEIGHTS, in_turns, random_vit
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
-from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.backbone import luminance
 from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.images import decode_image

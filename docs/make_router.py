@@ -7,7 +7,8 @@ lesion masks. The scout learns from these and from the ISIC 2018 task 1 masks of
 ISIC 2018 masks of the validation side and written to the model with the card.
 
 The validation images, with every mask there is, are only measured. The result is `OUT/dermoscopy`, the folder
-`src/medtokenbudget/model/dermoscopy` of the package; docs/training.md has its figures.
+`src/medtokenbudget/model/dermoscopy` of the package; docs/training.md has its figures. With OMP_NUM_THREADS=1 and the versions in
+its card, `config.json` and `model.safetensors` are the same bytes; other threads or machines may change the last bit.
 """
 
 from __future__ import annotations

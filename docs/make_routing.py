@@ -1,4 +1,4 @@
-"""Draws `docs/images/routing.jpg`: which patches the ready-made router and the controls keep of drawn lesions at budget 0.3.
+"""Draws `docs/images/routing.jpg`: which patches the packaged router and the controls keep of drawn lesions at budget 0.3.
 
 Run `python docs/make_routing.py [OUT]` after a change of the router and look at the result.
 """
@@ -18,7 +18,7 @@ from medtokenbudget.serve.samples import sample_files
 
 LESIONS = ("mel", "nv-off-center")
 """Samples of the explorer."""
-METHODS = (("ready-made router", None), ("center", "center"), ("darkness", "darkness"), ("random", "random"))
+METHODS = (("packaged router", None), ("center", "center"), ("darkness", "darkness"), ("random", "random"))
 BUDGET, TILE, GAP, HEAD, FOOT = 0.3, 224, 12, 30, 24
 BLUE, ORANGE = (0, 114, 178), (213, 94, 0)
 
@@ -43,7 +43,7 @@ def main(out: Path) -> None:
     tokens = router.encode(np.stack([router.backbone.prepare(picture) for picture in pictures]), masks)
     assert tokens.lesion is not None
     step = TILE + GAP
-    page = Image.new("RGB", (GAP + (1 + len(METHODS)) * step, len(images) * (step + FOOT) + HEAD + GAP), "white")
+    page = Image.new("RGB", (GAP + (1 + len(METHODS)) * step, len(images) * (step + FOOT) + HEAD), "white")
     pen = ImageDraw.Draw(page)
     for column, title in enumerate(["image", *(name for name, _ in METHODS)]):
         pen.text((GAP + column * step + TILE / 2, HEAD - 9), title, fill="#1c2733", font_size=20, anchor="ms")

@@ -71,7 +71,7 @@ def quick(name: str, *methods: str, labels: bool = True, **changes: object) -> T
     read = {setting for method in chosen for setting in Method.parse(method).reads(base, labels)}
     values = {setting: value for setting, value in SMALL.items() if setting in read}
     given = frozenset({*values, *changes})
-    return replace(with_settings(base, {**values, "given": given}), **changes)  # type: ignore[arg-type]
+    return replace(with_settings(base, {**values, "given": given}), **changes)
 
 
 def fit(

@@ -32,48 +32,32 @@ class World:
     def place(self) -> Path:
         return self.root / "place"
 
+    @property
+    def backbone(self) -> str:
+        return f"--backbone test_vit --weights {self.root}/vit-0.safetensors --image-size 160 --threads 1"
+
     def command(self, name: str) -> list[str]:
         """The words after `mtb`."""
-        out, manifest, store = self.place / "out", self.root / "data" / "manifest.parquet", self.root / "store"
-        vit = ["test_vit", "--weights", self.root / "vit-0.safetensors", "--image-size", 160, "--threads", 1]
-        run = [manifest, "--store", store, "--out", out, *SMALL]
-        words: dict[str, list[object]] = {
-            "data": ["data", "synthetic", "--out", out, "--n", 2, "--size", 48],
-            "split": ["data", "split", manifest, "--split", "kfold", "--out", out / "kfold.parquet"],
-            "extract": ["extract", manifest, "--store", out, "--backbone", *vit, "--shard-size", 8],
-            "train": ["train", *run, "--lats.hidden", 8, "--lats.layers", 1],
-            "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
-            "reproduce": ["reproduce", *run, "--study", "epochs", "--jobs", 1],
-            "report": ["report", self.root / "run", "--out", out],
-            "evaluate": [
-                "evaluate",
-                manifest,
-                "--model",
-                self.root / "model",
-                "--out",
-                out,
-                "--classes",
-                self.root / "classes.json",
-            ],
-            "export": ["export", self.root / "model", "--format", "hub", "--out", out],
-            "web": ["export", self.root / "model", "--format", "web", "--out", out],
-            "calibrate": [
-                "calibrate",
-                manifest,
-                "--model",
-                self.root / "model",
-                "--store",
-                store,
-                "--retention",
-                0.5,
-                "--out",
-                out,
-            ],
-            "route": ["route", self.root / "images", "--model", self.root / "model", "--out", out, "--overlay", "--device", "cpu"],
-            "predict": ["predict", self.root / "images", "--model", self.root / "model", "--out", out / "p.csv", "--device", "cpu"],
+        out, root, data = self.place / "out", self.root, self.root / "data" / "manifest.parquet"
+        run = f"{data} --store {root}/store --out {out} {' '.join(SMALL)}"
+        route = f"route {root}/images --model {root}/model --out {out} --overlay --device cpu"
+        words = {
+            "data": f"data synthetic --out {out} --n 2 --size 48 --workers 1",
+            "split": f"data split {data} --split kfold --out {out}/kfold.parquet",
+            "extract": f"extract {data} --store {out} {self.backbone} --shard-size 8",
+            "train": f"train {run} --lats.hidden 8 --lats.layers 1",
+            "sweep": f"sweep {run} --methods lats center --jobs 1 --lats.hidden 8 --lats.layers 1",
+            "reproduce": f"reproduce {run} --study epochs --jobs 1",
+            "report": f"report {root}/run --out {out}",
+            "evaluate": f"evaluate {data} --model {root}/model --out {out} --classes {root}/classes.json",
+            "export": f"export {root}/model --format hub --out {out}",
+            "web": f"export {root}/model --format web --out {out}",
+            "calibrate": f"calibrate {data} --model {root}/model --store {root}/store --retention 0.5 --out {out}",
+            "route": route,
+            "shards": f"{route} --tokens --shard-size 1",
+            "predict": f"predict {root}/images --model {root}/model --out {out}/p.csv --device cpu",
         }
-        words["shards"] = [*words["route"], "--tokens", "--shard-size", 1]
-        return [str(word) for word in words[name]]
+        return words[name].split()
 
     def begin(self) -> None:
         """Leave nothing of the try before."""
@@ -108,14 +92,15 @@ def _without_clock(path: Path) -> bytes:
 
 def make_world(root: Path) -> World:
     world = World(root)
-    backbone = small_backbone(root)
-    data = ["data", "synthetic", "--out", root / "data", "--n", 20, "--size", 48]
-    extract = ["extract", root / "data" / "manifest.parquet", "--store", root / "store", "--backbone", backbone.name]
-    extract += ["--weights", backbone.weights, "--image-size", 160, "--threads", 1]
-    run = ["sweep", root / "data" / "manifest.parquet", "--store", root / "store", "--out", root / "run", *SMALL[2:]]
-    for words in (data, extract, [*run, "--methods", "center", "random", "--jobs", 1]):
-        assert main([str(word) for word in words]) == 0
-    drawn = Manifest.read(root / "data" / "manifest.parquet")
+    small_backbone(root)
+    data = root / "data" / "manifest.parquet"
+    for words in (
+        f"data synthetic --out {root}/data --n 20 --size 48 --workers 1",
+        f"extract {data} --store {root}/store {world.backbone}",
+        f"sweep {data} --store {root}/store --out {root}/run {' '.join(SMALL[2:])} --methods center random --jobs 1",
+    ):
+        assert main(words.split()) == 0
+    drawn = Manifest.read(data)
     (root / "classes.json").write_text(json.dumps({name: "MEL" for name in drawn.classes if name not in CLASSES}))
     small_model(root, baselines=("center",)).save_pretrained(root / "model")
     draw_images(root / "images", 3, size=64)

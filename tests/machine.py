@@ -22,8 +22,6 @@ def absent(what: str) -> NoReturn:
 def script(path: Path) -> ModuleType:
     """Import a script that is in no package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

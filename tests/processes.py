@@ -61,7 +61,6 @@ class Running:
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
         return self.process.pid
 
     def kill(self, group: bool = False) -> None:

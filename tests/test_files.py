@@ -10,13 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from medtokenbudget import files
 from medtokenbudget.cli import main
@@ -79,26 +77,10 @@ def test_the_folder_is_synced_after_the_rename(tmp_path: Path, monkeypatch: pyte
     assert calls == ["file", "replace", "folder"]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EMFILE])
-def test_a_line_that_cannot_be_appended_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("builtins.open", fail)
-    with pytest.raises(WorkError, match=r"(Cannot write|No space left while writing) .*metrics\.jsonl"):
-        files.append_line(tmp_path / "metrics.jsonl", {"a": 1})
-
-
 def test_a_file_name_that_is_not_utf8_survives_json_lines(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.jpg")
     files.append_line(tmp_path / "errors.jsonl", {"image": name})
     assert files.read_lines(tmp_path / "errors.jsonl") == [{"image": name}]
-
-
-def test_deeply_nested_json_is_a_message(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("[" * 100_000)
-    with pytest.raises(RequestError, match="nested too deeply"):
-        files.read_json(tmp_path / "x.json")
 
 
 def test_a_sealed_file_gives_back_what_was_written_and_notices_every_other_value(tmp_path: Path) -> None:
@@ -144,27 +126,6 @@ def test_a_file_of_another_program_is_not_a_checkpoint(tmp_path: Path) -> None:
         load_tensors(tmp_path / "c.safetensors")
 
 
-def test_a_safetensors_file_is_written_without_a_hidden_file_of_the_library(tmp_path: Path) -> None:
-    """The library's `save_file` writes to `.tmpXXXXXX` first, whose owner nobody knows after a kill."""
-    seen: list[str] = []
-    real = files.atomic_write
-
-    @contextmanager
-    def watched(path: Path) -> Iterator[Path]:
-        with real(path) as temporary:
-            yield temporary
-            seen.extend(entry.name for entry in tmp_path.iterdir())
-
-    tensors = {"a": torch.arange(6.0).reshape(2, 3)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "atomic_write", watched)
-        files.write_safetensors(tmp_path / "x.safetensors", save(tensors, {"note": "1"}))
-    assert len(seen) == 1
-    assert seen[0].endswith(".part")
-    save_file(tensors, tmp_path / "y.safetensors", {"note": "1"})
-    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()
-
-
 SMALL = ["--batch-size", "16", "--device", "cpu"]
 LATS = ["--lats.hidden", "16", "--lats.layers", "1"]
 
@@ -188,7 +149,7 @@ def test_a_lock_is_given_once_and_leaves_no_file(tmp_path: Path) -> None:
         with exclusive(tmp_path / "run"):
             pass
         assert (tmp_path / "run" / ".lock").exists(), "taking it once more and giving it back keeps the lock"
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], "a folder in which nothing was written goes too"
 
 
 def test_the_jobs_of_an_array_share_a_lock_and_keep_others_out(tmp_path: Path) -> None:

@@ -307,7 +307,6 @@ def test_damage_is_noticed_or_harmless(world: World, capsys: pytest.CaptureFixtu
     global _output
     _output = capsys
     reader, chance, faults = MATRIX[kind], random.Random(kind), []
-    assert reader is not None
     files = world.files()[kind]
     chosen = chance.sample(files, min(len(files), 3))
     effects = 0

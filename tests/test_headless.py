@@ -156,7 +156,7 @@ def test_settings_recipes_and_selectors_that_need_labels_are_refused(drawn: Draw
         with pytest.raises(RequestError, match=words):
             mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "run", config, selector, head="none")
     with pytest.raises(RequestError, match="'auto' or 'none'"):
-        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "run", SETTINGS, head="mlp")  # type: ignore[arg-type]
+        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "run", SETTINGS, head="mlp")
 
 
 def test_images_with_neither_labels_nor_masks_are_refused_and_route_is_named(

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.jobs import Advance, Execution, ordered_map, process_pool, ray_cluster, run_units
-from tests.drawn import Drawn
-from tests.small_model import small_backbone
+from medtokenbudget.jobs import Advance, Execution, process_pool, ray_cluster, run_units
+from medtokenbudget.runtime import ordered_map
 
 UNITS = ["a", "bb", "ccc", "dddd"]
 
@@ -96,22 +94,6 @@ def test_a_wrong_address_is_a_message(address: str) -> None:
         ray_cluster(address),
     ):
         pass
-
-
-@pytest.mark.parametrize("command", ["extract", "sweep", "route"])
-def test_every_command_reports_a_wrong_address(
-    command: str, drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("ray")
-    backbone = small_backbone(drawn.store_path.parent)
-    manifest, out = str(drawn.manifest_path), str(tmp_path / "out")
-    arguments = {
-        "extract": ["--store", out, "--backbone", backbone.name, "--weights", str(backbone.weights), "--image-size", "160"],
-        "sweep": ["--store", str(drawn.store_path), "--out", out, "--methods", "center"],
-        "route": ["--out", out],
-    }
-    assert main([command, manifest, *arguments[command], "--engine", "ray", "--address", "127.0.0.1:1", "--device", "cpu"]) == 1
-    assert "No Ray cluster answers at '127.0.0.1:1'" in capsys.readouterr().err
 
 
 def test_an_error_ahead_reaches_the_reader_in_its_place() -> None:

@@ -128,7 +128,6 @@ def test_the_oracle_reaches_the_ceiling(seed: int, k: int) -> None:
     tensor = torch.from_numpy(lesion)
     batch = TokenBatch(torch.zeros(6, 16, 4), (4, 4), lesion=tensor, has_mask=torch.ones(6, dtype=torch.bool))
     kept = create_selector("oracle").select(batch, k).kept
-    assert kept is not None
     found = lesion_retention(kept, tensor)
     assert found.pooled == found.ceiling
     assert found.of_ceiling == 1.0
@@ -178,7 +177,7 @@ REJECTED = {
     "half precision": (lambda: lesion_retention(MASK, torch.zeros(2, 4).half()), "`lesion` must be boolean .* torch.float16"),
     "gray values": (lambda: lesion_retention(MASK, MASK.astype(np.uint8) + 255), r"other than 0 and 1 \(largest 255\)"),
     "words": (lambda: lesion_retention(MASK, MASK, ["yes", "no"]), "`has_mask` must be boolean"),
-    "a merger": (lambda: lesion_retention(None, MASK), "mergers such as tome"),  # type: ignore[arg-type]
+    "a merger": (lambda: lesion_retention(None, MASK), "mergers such as tome"),
     "two shapes": (lambda: lesion_retention(MASK, MASK[:, :3]), r"same shape .*, got \[2, 4\] and \[2, 3\]"),
     "four axes": (
         lambda: lesion_retention(MASK.reshape(2, 2, 2, 1), MASK.reshape(2, 2, 2, 1)),

@@ -57,5 +57,5 @@ def test_the_notebook_runs_and_gives_what_is_stored(stored: Any, tmp_path: Path)
         assert re.sub(r"\d", "", old) == re.sub(r"\d", "", new)
         assert numbers(new) == pytest.approx(numbers(old), abs=0.03, rel=0.03)
     told = "".join(texts(fresh))
-    router, center = (float(re.search(rf"{name}\s+[\d.]+\s+([\d.]+)", told)[1]) for name in ("ready-made router", "center"))  # type: ignore[index]
+    router, center = (float(re.search(rf"{name}\s+[\d.]+\s+([\d.]+)", told)[1]) for name in ("packaged router", "center"))
     assert router > center + 0.2

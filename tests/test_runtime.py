@@ -8,17 +8,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from medtokenbudget import runtime as module
-from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.runtime import available_devices, progress, resolve_device, worker_devices
-from tests.drawn import Drawn
-from tests.small_model import draw_images, small_backbone, small_model
 
 
 @pytest.fixture
@@ -131,25 +127,3 @@ def test_a_name_of_no_device_or_of_one_that_this_machine_lacks_is_rejected_with_
     for name in ("cuda", "mps", "meta", "cpu:5"):
         with pytest.raises(RequestError, match=f"Device '{name}' is not available on this machine. Available: cpu"):
             resolve_device(name)
-
-
-@pytest.mark.parametrize("command", ["extract", "train", "predict", "serve"])
-def test_a_missing_gpu_is_a_message_and_exit_code_2_in_every_command(
-    command: str, drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    backbone = small_backbone(drawn.store_path.parent)
-    model = tmp_path / "model"
-    if command in ("predict", "serve"):
-        small_model(tmp_path / "weights").save_pretrained(model)
-    vit = ["--weights", str(backbone.weights), "--image-size", str(backbone.image_size)]
-    manifest, out = str(drawn.manifest_path), str(tmp_path / "out")
-    arguments = {
-        "extract": [manifest, "--store", out, "--backbone", backbone.name, *vit],
-        "train": [manifest, "--store", str(drawn.store_path), "--out", out],
-        "predict": [str(draw_images(tmp_path / "images", 1)[0]), "--model", str(model), "--out", f"{out}.csv"],
-        "serve": [str(model), "--port", "0"],
-    }
-    assert main([command, *arguments[command], "--device", "cuda"]) == 2
-    assert "Device 'cuda' is not available on this machine. Available: cpu" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*")), "nothing was begun"

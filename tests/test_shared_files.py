@@ -81,7 +81,6 @@ def test_a_store_takes_the_same_weights_under_another_name_and_refuses_others(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = small_backbone(home / NAME).weights
-    assert weights is not None
     (home / "other.safetensors").write_bytes(weights.read_bytes())
     before = (home / "tokens" / "store.json").read_bytes()
     assert json.loads(before)["weights"] == "vit-0.safetensors"
@@ -96,7 +95,6 @@ def test_a_store_takes_the_same_weights_under_another_name_and_refuses_others(
 def test_a_page_names_no_folder_of_a_manifest_a_store_and_a_model_that_are_elsewhere(home: Path) -> None:
     run = mtb.Run(shutil.copytree(home / "evaluated", home / "moved"))
     run.manifest_path, run.store_path = home / NAME / "lesions.parquet", home / NAME / "tokens"
-    assert run.evaluation is not None
     run.evaluation["model"] = f"../{NAME}/model"
     run.record_command("train", [str(run.manifest_path), "--store", str(run.store_path)])
     assert main(["report", str(run.path), "--pictures", "false", "--out", str(home / "elsewhere")]) == 0

@@ -1,4 +1,4 @@
-"""Pictures that are no dermoscopy: street scenes and ultrasound, drawn, for the tests of the warning about unfamiliar images."""
+"""Pictures that are no dermoscopy: street scenes and noise, drawn, for the tests of the warning about unfamiliar images."""
 
 from __future__ import annotations
 
@@ -38,22 +38,6 @@ def street(seed: int) -> Image.Image:
         for wheel in (10, 42):
             pen.ellipse([x + wheel, y + 18, x + wheel + 12, y + 30], fill=(15, 15, 15))
     return _noisy(picture, random, 4)
-
-
-def ultrasound(seed: int) -> Image.Image:
-    """A gray fan of speckle on black, with layers of tissue and a dark lesion."""
-    random = np.random.default_rng(seed)
-    y, x = np.mgrid[:SIZE, :SIZE] / SIZE
-    depth = np.hypot(y + 0.2, x - 0.5)
-    angle = np.arctan2(x - 0.5, y + 0.2)
-    layers = 0.5 + 0.25 * np.sin(depth * random.uniform(20, 45) + 3 * angle + random.uniform(0, 6)) - 0.3 * depth
-    cy, cx, r = random.uniform(0.35, 0.7), random.uniform(0.35, 0.65), random.uniform(0.06, 0.15)
-    lesion = (y - cy) ** 2 + 1.6 * (x - cx) ** 2 < r**2
-    speckle = random.rayleigh(0.6, (SIZE, SIZE))
-    echo = np.clip(layers, 0.05, 1) * np.where(lesion, 0.15, 1) * speckle
-    fan = (np.abs(angle) < 0.6) & (depth > 0.28) & (depth < 1.1)
-    gray = np.clip(255 * echo * fan, 0, 255).astype(np.uint8)
-    return Image.fromarray(gray).filter(ImageFilter.GaussianBlur(0.8)).convert("RGB")
 
 
 def noise(seed: int) -> Image.Image:

@@ -32,7 +32,7 @@ from medtokenbudget.backbone.backbone import WEIGHTS_FILE, Backbone, Recipe, bui
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
-from medtokenbudget.files import load_tensors, read_json, save_tensors, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.files import load_tensors, read_json, save_tensors, sha256_json, write_bytes, write_json, write_text
 from medtokenbudget.runtime import progress, say
 
 BASE = "vit_tiny_patch16_224"
@@ -385,7 +385,7 @@ def distill(options: argparse.Namespace) -> None:
     state = {name: value.detach().cpu().half().contiguous() for name, value in student.model.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
         raise WorkError("Some weights are too large for fp16. Use a smaller --lr.")
-    write_safetensors(options.out / WEIGHTS_FILE, save(state, {"format": "pt"}))
+    write_bytes(options.out / WEIGHTS_FILE, save(state, {"format": "pt"}))
     recipe.write(options.out)
     write_text(options.out / "README.md", card(manifest, teacher, options))
 

@@ -49,8 +49,8 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("a toggled signal stays on", "routing/selectors/lats.py", "for i, name in enumerate(self.scalars) if name in active]", "for i, name in enumerate(self.scalars)]"),
     ],
     "tests/routing/test_layers.py": [
-        ("dropout changes the mean", "routing/layers.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
-        ("dropout never sets the sign bit", "routing/layers.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
+        ("dropout changes the mean", "routing/trainable.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
+        ("dropout never sets the sign bit", "routing/trainable.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
     ],
     "tests/routing/test_simple.py": [
         ("norm keeps the shortest", "routing/selectors/simple.py", "return feature_norm(tokens.patches)", "return -feature_norm(tokens.patches)"),

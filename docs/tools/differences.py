@@ -1,6 +1,6 @@
 """Measure what two details of an implementation change: python docs/tools/differences.py ISIC_FOLDER BACKBONE WEIGHTS [N].
 
-Prints the numbers of docs/explanation/differences.md, on every n-th validation image of the paper's split.
+Prints the numbers of docs/differences.md, on every n-th validation image of the paper's split.
 """
 
 from __future__ import annotations

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import re
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
+import medtokenbudget
 from medtokenbudget.config import NOTICE, USE_NOTICE
-from medtokenbudget.measures import METRICS
-
-sys.path.insert(0, str(Path(__file__).parent))
-import cli_reference
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -22,13 +17,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add `reference/cli.md`."""
-    files.append(File.generated(config, "reference/cli.md", content=cli_reference.page()))
-    return files
-
-
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the rows of the metrics of `results.csv`."""
-    rows = [f"| `{metric.name}` | {metric.definition} |" for metric in METRICS.values()]
-    return markdown.replace("<!-- metrics -->", "\n".join(rows))
+    """Show the docstring of every public name where a page asks for them, in the order of the page."""
+    names = [name for name in re.findall(r"`(\w+)`", markdown) if name in medtokenbudget.__all__]
+    return markdown.replace("<!-- docstrings -->", "\n\n".join(f"::: medtokenbudget.{name}" for name in names))

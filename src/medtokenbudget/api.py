@@ -33,18 +33,18 @@ from medtokenbudget.config import (
     read_share,
     train_config_from_dict,
 )
-from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import exclusive
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
-from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
-from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.runs import evaluate as evaluation
 from medtokenbudget.runs import sweep as sweeping
@@ -56,7 +56,6 @@ from medtokenbudget.runs.run import AS_IS, FILE, Run
 from medtokenbudget.runs.studies import PROTOCOL, Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
 from medtokenbudget.tokens import NOT_FROM_BACKBONE
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.scouting import fit_scout_familiarity, scout_backbone, train_scout
@@ -65,8 +64,6 @@ AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
 HeadChoice = Literal["auto", "none"]
 SCOUT = "scout"
-SAMPLES = Drawings(8, seed=5, off_center=True)
-"""Off the center, where keeping the middle of the image does not help."""
 
 
 def extract(
@@ -172,8 +169,8 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     """Train a scout, measure it on the validation images next to the controls, and save it as a model."""
     opened = _opened(manifest).without_labels()
     validation = opened.part("val")
-    if not len(validation):
-        raise RequestError(f"'{opened.name}' has no validation images to measure with. Split it with `mtb data split`.")
+    if not validation.rows["mask"].notna().any():
+        raise RequestError(f"'{opened.name}' has no validation image with a mask to measure with. Split it with `mtb data split`.")
     if (out / FILE).exists() and SCOUT not in Run(out).methods:
         raise RequestError(f"{out} contains another run. Use another `out`.")
     with exclusive(out):
@@ -335,10 +332,9 @@ def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | N
         >>> mtb.report("runs/first").name
         'report.html'
     """
-    from medtokenbudget.reporting.page import report as write_report
+    from medtokenbudget.reporting.page import build
 
-    paths = [entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)]
-    return write_report(*paths, out=out, pictures=pictures)
+    return build([entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)], out, pictures).page
 
 
 def calibrate(
@@ -392,7 +388,8 @@ def calibrate(
         evaluation.check_stratum(by, opened)
         images = evaluation.held_out(loaded, opened, store, Path(scratch) / "tokens", part, run)
         guarantee = evaluation.calibrated(loaded, images, promise, selector, most, by)
-    loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
+    others = [one for one in loaded.guarantees if not one.keeps(guarantee, guarantee.selector)]
+    loaded.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
     if by is not None:
         loaded.card = guarantee.on_card(loaded.card)
     if out is not None:
@@ -526,7 +523,7 @@ def _begin_evaluation(target: Path, images: evaluation.HeldOut, manifest: AnyMan
 
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
-    """Run the whole product on drawn images: the ready-made router, then a training; a demo that was stopped resumes.
+    """Run the whole product on drawn images: the packaged router, then a training; a demo that was stopped resumes.
 
     Args:
         out: The run directory.
@@ -537,9 +534,13 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     Returns:
         The path of the report.
     """
+    from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
     out = Path(out)
-    say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
-    samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
+    # Off the center, where keeping the middle of the image does not help.
+    lesions = Drawings(8, seed=5, off_center=True)
+    say(f"1 of 3: the packaged router on {lesions.n} drawn lesions that are not in the center ...")
+    samples = synthetic_manifest(out / "router" / "samples", lesions)
     routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
     first = min((out / "router" / "routed" / "overlays").iterdir())
     shares = {name: f"{retention.of_ceiling:.0%}" for name, retention in routed.retention.items()}

@@ -110,11 +110,7 @@ def field_annotations(settings: type) -> dict[str, Any]:
 
 
 def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`.
-
-    Raises:
-        RequestError: A value is not of its type or outside its range; the message names it.
-    """
+    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`."""
     faults: list[RequestError] = []
     for name, (value, annotation) in values.items():
         kind = Kind.of(annotation)
@@ -241,6 +237,51 @@ class ExtractConfig(Settings):
     """CPU threads of the forward pass; 0 uses as many as there are idle cores at the start."""
     jobs: Parallel = 1
     """Processes that share the work; they divide the GPUs of the machine. 0 means one per GPU, or one per core without a GPU."""
+
+
+TokenFormat = Literal["fp16", "fp32"]
+LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
+"""What is written of the lesion itself: the column of the table, and the folder of its pictures."""
+
+
+@dataclass(frozen=True)
+class RouteConfig(Settings):
+    """How much of images is kept, and what is written of it."""
+
+    budget: Budget | None = None
+    """Share of the patches to keep, such as 0.3 or 30%. Default: that of the model, or {DEFAULT_BUDGET}."""
+    retention: Share | None = None
+    """Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it."""
+    coverage: Share | None = None
+    """With `retention`: the calibrated share of images that keep at least so much. Default: the promise on average."""
+    selector: str | None = None
+    """Method to use. Default: the model's main method. The model's README.md lists all of them."""
+    table: Literal["parquet", "csv"] = "parquet"
+    """Format of the table."""
+    overlay: bool = False
+    """Also draw the kept patches of each image, in overlays/ next to the table."""
+    tokens: bool = False
+    """Also write the kept tokens, to tokens.safetensors next to the table."""
+    tokens_dtype: TokenFormat = "fp16"
+    """Number format of the tokens that `tokens` writes."""
+    mask: bool = False
+    """Also write the lesion as a mask, in masks/; the table names its file."""
+    box: bool = False
+    """Also write boxes to the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
+    crop: bool = False
+    """Also write a crop of the largest lesion, in crops/; the table names its file."""
+    batch_size: Count = 16
+    """Images per forward pass."""
+    workers: Parallel = 2
+    """Threads that decode images."""
+    shard_size: Natural = 0
+    """Images per file of a table in shards (routes/), which a stopped command resumes. 0: one table; 1000 on Ray."""
+    jobs: Parallel = 1
+    """Processes that share the work, in shards; they divide the GPUs of the machine. 0: one per GPU, or one per core."""
+
+    @property
+    def lesions(self) -> tuple[str, ...]:
+        return tuple(name for name in LESIONS if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -470,9 +511,6 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     Args:
         name: 'lesion-first', the default outside `mtb reproduce`, 'paper', or 'scout'.
         **changes: Fields of `TrainConfig` to replace.
-
-    Raises:
-        UnknownNameError: There is no such preset.
     """
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
@@ -523,11 +561,7 @@ def plain(value: Any) -> Any:
 
 
 def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
-    """Build a training configuration from the values that `to_dict` returned.
-
-    Raises:
-        RequestError: A key is unknown, because the values come from another version.
-    """
+    """Build a training configuration from the values that `to_dict` returned."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         inside = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}

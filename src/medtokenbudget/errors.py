@@ -79,7 +79,6 @@ class MismatchError(RequestError):
 
     @classmethod
     def between(cls, what: str, expected: Mapping[str, object], found: Mapping[str, object], advice: str) -> MismatchError:
-        """Return the error with one line for each difference."""
         keys = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
         rows = "\n".join(f"  {key}: expected {expected.get(key)!r}, found {found.get(key)!r}" for key in keys)
         return cls(f"{what} does not match:\n{rows}\n{advice}")

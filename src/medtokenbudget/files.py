@@ -48,11 +48,7 @@ _cleaned: set[tuple[int, str]] = set()
 
 @contextmanager
 def atomic_write(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`, which replaces `path` if the block ends without an error.
-
-    Raises:
-        WorkError: If the file cannot be written (disk full, read-only folder, ...).
-    """
+    """Yield a temporary path in the folder of `path`, which replaces `path` if the block ends without an error."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,8 +140,7 @@ def write_encoded(path: Path | str, encode: Callable[[BinaryIO], Any]) -> None:
     """
     stream = io.BytesIO()
     encode(stream)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(stream.getvalue())
+    write_bytes(path, stream.getvalue())
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -181,9 +176,6 @@ def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
     """Return what `write_sealed` was given from the parsed content of a file; `advice` says how to get a good one.
 
     Apart from reading, so that a format without a checksum can be recognized by its number first.
-
-    Raises:
-        RequestError: The content is not what was written.
     """
     if not isinstance(values, dict) or _SEAL not in values:
         raise RequestError(f"{path} is damaged or was written by another version: it has no checksum. {advice}")
@@ -194,7 +186,6 @@ def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
 
 
 def read_sealed(path: Path | str, advice: str) -> dict[str, Any]:
-    """Read what `write_sealed` wrote."""
     return unsealed(path, read_json(path), advice)
 
 
@@ -202,9 +193,6 @@ def claim(path: Path | str, settings: Mapping[str, Any], what: str, advice: str,
     """Record in `path` the settings that the results in a folder depend on, or refuse to add results of other settings.
 
     The settings named in `ignore` may differ. The message starts with `what`, such as "The store tokens", and ends with `advice`.
-
-    Raises:
-        MismatchError: The file records other settings; the message shows each difference.
     """
     if not Path(path).exists():
         write_sealed(path, settings)
@@ -230,7 +218,6 @@ def append_line(path: Path | str, value: Any) -> None:
 
 
 def remove(path: Path | str) -> None:
-    """Remove a file if it exists."""
     try:
         Path(path).unlink(missing_ok=True)
     except OSError as error:
@@ -238,7 +225,6 @@ def remove(path: Path | str) -> None:
 
 
 def write_lines(path: Path | str, rows: Iterable[Any]) -> None:
-    """Write a JSON-lines file."""
     write_text(path, "".join(map(_line, rows)))
 
 
@@ -273,16 +259,12 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_safetensors(path: Path | str, data: bytes) -> None:
-    """Write what `safetensors.*.save` gives atomically.
-
-    Not `save_file`: the library writes to a hidden file of its own first, which a killed process would leave behind for good.
-    """
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write bytes atomically. The `save_file` of safetensors would leave a hidden file behind when it is killed."""
     with atomic_write(path) as temporary:
         temporary.write_bytes(data)
 
 
-# Tensors with a checksum -----------------------------------------------------------------------------------------------
 def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Write tensors and a JSON state as one safetensors file that carries its own hash; equal content gives equal bytes."""
     from safetensors.torch import save
@@ -291,15 +273,11 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
     text = json.dumps(state, sort_keys=True)
     # One key only: safetensors writes several in an order that changes from call to call.
     metadata = {"state": json.dumps({"sha256": _digest(plain, text), "state": text}, sort_keys=True)}
-    write_safetensors(path, save(plain, metadata))
+    write_bytes(path, save(plain, metadata))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and JSON state of a file written by `save_tensors`.
-
-    Raises:
-        RequestError: The file is missing, damaged, or was written by something else.
-    """
+    """Read tensors and JSON state of a file written by `save_tensors`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -338,8 +316,6 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
     return digest.hexdigest()
 
 
-# Locks ---------------------------------------------------------------------------------------------------------------
-#
 # One process at a time writes a store, run, model, report or table. The lock is the kernel's (`flock` on a file in the directory),
 # so it ends with its process, even if that is killed. The file also says who holds it, for the message that others get.
 
@@ -352,14 +328,10 @@ _warned: set[str] = set()
 
 @contextmanager
 def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory inside the block; the directory is created if needed.
+    """Hold the lock of a directory inside the block; the directory is created if needed, and removed again if nothing was written.
 
-    The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs of
-    an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
-
-    Raises:
-        WorkError: If another process holds the lock, or the directory cannot be written.
-        RequestError: If `folder` is a file.
+    The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs
+    of an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
     """
     path = Path(folder).resolve() / name
     if path.parent.exists() and not path.parent.is_dir():
@@ -368,6 +340,7 @@ def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: 
     if fcntl is None or key in _held:
         yield
         return
+    new = not shared and not path.parent.exists()
     handle = _acquire(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait)
     _held.add(key)
     try:
@@ -379,6 +352,8 @@ def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: 
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(handle, path):
                 path.unlink()
+            if new:
+                path.parent.rmdir()  # fails unless it is empty
         os.close(handle)
 
 
@@ -430,13 +405,10 @@ def _is_named(handle: int, path: Path) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """Read who described the lock file; empty if nobody did."""
     with contextlib.suppress(OSError):
         return os.pread(handle, 1000, 0).decode("utf-8", "replace")
     return ""
 
-
-# The Hugging Face Hub ------------------------------------------------------------------------------------------------
 
 _reached: set[str] = set()
 

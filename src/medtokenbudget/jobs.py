@@ -15,9 +15,8 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,18 +70,11 @@ def run_units(
 ) -> Iterator[Result]:
     """Make units, and yield the result of each, in the order in which they finish.
 
-    Args:
-        units: What to make. With `advance`, `len(unit)` is what a unit counts for.
-        make: Called with the state, units and `advance`; yields one result per unit. In this process it gets all units at once, so
-            that it can read ahead. Other processes import it, so it is a function of a module or a `partial` of one. On a cluster
-            it may run twice for one unit, because the units of a lost node are given out again.
-        execution: The engine, and the address of a cluster.
-        processes: Processes of the engine 'local'; 1 works in this one.
-        device: Device to work on; processes divide the GPUs of 'cuda' among themselves.
-        cores: Cores that a unit takes on a cluster.
-        state: What `make` works with in this process, such as a loaded backbone.
-        open_worker: Gives each other process its state, from the name of its device.
-        advance: Called as the work proceeds.
+    `make` is called with the state, units and `advance`, and yields one result per unit. In this process it gets all units at
+    once, so that it can read ahead, and works with `state`, such as a loaded backbone. Other processes import it, so it is a
+    function of a module or a `partial` of one; `open_worker` gives each of them its state, from the name of its device. On a
+    cluster it may run twice for one unit, because the units of a lost node are given out again. With `advance`, `len(unit)` is
+    what a unit counts for.
 
     Raises:
         WorkError: A worker died or reported an error. What is finished is kept.
@@ -119,27 +111,6 @@ def _call(run: str, open_worker: OpenWorker, make: Make[Unit, Result], unit: Uni
     return result
 
 
-def ordered_map(function: Callable[[Unit], Result], parts: Iterable[Unit], ahead: int, threads: int) -> Iterator[Result]:
-    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
-    if ahead < 1:
-        yield from map(function, parts)
-        return
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
-    waiting: deque[Future[Result]] = deque()
-    try:
-        for part in parts:
-            waiting.append(pool.submit(function, part))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-# Worker processes ----------------------------------------------------------------------------------------------------
-
-
 def _in_processes(
     units: Sequence[Unit], make: Make[Unit, Result], open_worker: OpenWorker, devices: Sequence[str]
 ) -> Iterator[tuple[Unit, Result]]:
@@ -152,11 +123,7 @@ def _in_processes(
 
 @contextmanager
 def process_pool(workers: int, devices: Sequence[str] = ()) -> Iterator[ProcessPoolExecutor]:
-    """Open a pool of processes, each with a device of its own if `devices` are given. They end with this process.
-
-    Raises:
-        WorkError: If one of them dies inside the block.
-    """
+    """Open a pool of processes, each with a device of its own if `devices` are given. They end with this process."""
     # Spawned, not forked, because this process may have threads.
     context = multiprocessing.get_context("spawn")
     names = context.SimpleQueue()
@@ -197,9 +164,6 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-# Ray -----------------------------------------------------------------------------------------------------------------
-
-
 def _on_ray(
     units: Sequence[Unit], make: Make[Unit, Result], open_worker: OpenWorker, address: str | None, device: str, cores: int
 ) -> Iterator[tuple[Unit, Result]]:
@@ -236,10 +200,6 @@ def ray_cluster(address: str | None) -> Iterator[Any]:
     """Connect to the Ray cluster at `address`, or start Ray on this machine, and yield the `ray` module.
 
     A process that is already connected stays connected, before and after the block.
-
-    Raises:
-        RequestError: Ray is not installed.
-        WorkError: No cluster answers at this address, or Ray does not start.
     """
     try:
         import ray
@@ -270,6 +230,4 @@ def ray_cluster(address: str | None) -> Iterator[Any]:
 def require_shared(folder: Path) -> None:
     """Raise a WorkError on a node that does not see the folder of the results."""
     if not folder.exists():
-        raise WorkError(
-            f"{folder} does not exist on node {socket.gethostname()}. It must be on a file system that all nodes share."
-        )
+        raise WorkError(f"{folder} is not on node {socket.gethostname()}. It must be on a file system that all nodes share.")

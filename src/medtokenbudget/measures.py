@@ -26,18 +26,10 @@ further measures.
 
 
 class Cell:
-    """The predictions of one method, seed and budget, from which every metric is computed.
+    """The predictions of one method, seed and budget, rows of `predictions.parquet`, from which every metric is computed.
 
-    Args:
-        rows: Rows of `predictions.parquet`.
-        classes: Number of classes.
-
-    Attributes:
-        label: `[n]` class indices of the labeled images.
-        predicted: `[n]` predicted classes of the same images.
-        probabilities: `[n, C]` of the same images.
-        retention: Of the images with a mask.
-        patches: Of the same images, kept lesion patches (NaN for mergers), lesion patches and kept patches, each `[n]`.
+    Labels, predictions and probabilities are of the labeled images; `patches` are kept lesion patches (NaN for mergers), lesion
+    patches and kept patches of the images with a mask, each `[n]`.
     """
 
     def __init__(self, rows: pd.DataFrame, classes: int) -> None:
@@ -106,15 +98,9 @@ class Metric:
     """One column of `results.csv`.
 
     Attributes:
-        name: The column.
-        title: Heading in tables, without the unit.
+        title: Heading in tables, without the unit. `term` is the full name in the glossary, `short` the heading in narrow tables.
         definition: One or two sentences for readers who do not know the paper.
-        formula: Computes it from one cell.
-        scope: Whether it needs class labels or lesion masks.
-        places: Where a report shows it.
-        term: Full name, as in the glossary; by default the title.
         unit: `%` for fractions, which are shown in percent; `×` for ratios.
-        short: Heading where several measures share a narrow table.
         axis: Label of the axis in figures; only metrics that have a curve over the budget need one.
         fact: Label of the large number in the summary, with {name} for the method; empty for metrics that are not shown there.
         sums: The same as a function of sums over images, which intervals and tests need. The area under the ROC curve is none.
@@ -140,11 +126,9 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """The title with the unit, for example `Accuracy (%)`."""
         return f"{self.title} ({self.unit})"
 
     def text(self, value: Any, deviation: Any = None) -> str:
-        """Write a value in this unit, with its deviation over seeds where there is one."""
         write = percent if self.unit == "%" else number
         return with_spread(write(value), write(deviation))
 
@@ -345,7 +329,6 @@ NOT_MEASURED = "—"
 
 
 def is_missing(value: Any) -> bool:
-    """Check whether a value was not measured (None, NaN, infinite)."""
     return value is None or pd.isna(value) or not math.isfinite(float(value))
 
 

@@ -95,11 +95,8 @@ def lesion_retention(
 def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
     """Measure retention from the counts of each image, for tables that have no masks.
 
-    Args:
-        kept_lesion: `[n]` kept lesion patches. None where they are not known (mergers): then only the ceiling is measured.
-        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
-        k: `[n]` kept patches, or one number for all images.
-        n_patches: `[n]` patches, or one number for all images.
+    `kept_lesion` [n] is None where it is not known (mergers): then only the ceiling is measured. `lesion` [n] is NaN for images
+    without a mask, which are left out. `k` and `n_patches` are [n], or one number for all images.
 
     Example:
         >>> retention = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
@@ -187,16 +184,11 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
 def agreement(
     orders: Sequence[ArrayLike], lesions: Sequence[ArrayLike], k: ArrayLike, between: bool = False
 ) -> tuple[Floats, Floats]:
-    """Measure retention and its share of the ceiling, `[T]` each, where several annotators marked the lesion of an image.
+    """Measure retention and its share of the ceiling, `[T]` at K `[T]`, where several annotators marked the lesion of an image.
 
-    Lesion patches, kept ones and the most that k can keep are counted against each annotator and averaged over the annotators of an
-    image; retention is then pooled over the images.
-
-    Args:
-        orders: A ranking `[1, N]` for each image, best first; with `between` one of each annotator, `[A, N]`.
-        lesions: Lesion patches `[A, N]` of each image by its annotators, who all marked some.
-        k: `[T]` kept patches.
-        between: Whether to measure each annotator against the others.
+    Lesion patches `[A, N]`, kept ones and the most that k can keep are counted against each annotator and averaged over the
+    annotators of an image; retention is then pooled over the images. An image has one ranking `[1, N]` or, to measure each
+    annotator against the others (`between`), one of each annotator, `[A, N]`.
 
     Example:
         >>> retention, share = agreement([[[2, 0, 1, 3]]], [[[0, 1, 1, 0], [1, 1, 1, 0]]], k=[2])
@@ -222,9 +214,8 @@ def __getattr__(name: str) -> Any:
     try:
         from torchmetrics import Metric
     except ImportError:
-        raise RequestError(
-            "LesionRetention needs torchmetrics. Run `pip install torchmetrics`, or use `lesion_retention`."
-        ) from None
+        advice = "Run `pip install torchmetrics`, or use `lesion_retention`."
+        raise RequestError(f"LesionRetention needs torchmetrics. {advice}") from None
 
     class LesionRetention(Metric):
         """`lesion_retention` over all batches and processes, as a torchmetrics metric: a dictionary with the fields of `Retention`.
@@ -276,10 +267,8 @@ def _sums_of_masks(kept: Any, lesion: Any, has_mask: Any, grid: tuple[int, int] 
             raise ShapeError(f"`kept` must be [N], [B, N], [h, w] or [B, h, w] of the `grid` {list(grid)}, got {list(shape)}.")
         one = shape in (flat, square)
     elif len(shape) == 2 and all(side in (_SQUARE_SIDES if shape[0] == shape[1] else _SIDES) for side in shape):
-        raise ShapeError(
-            f"{list(shape)} could be the grid [h, w] of one image or a batch [B, N]. Say which with `grid=(h, w)`, for one image "
-            f"`grid={shape}`."
-        )
+        advice = f"Say which with `grid=(h, w)`, for one image `grid={shape}`."
+        raise ShapeError(f"{list(shape)} could be the grid [h, w] of one image or a batch [B, N]. {advice}")
     images = 1 if one else shape[0]
     kept, lesion = (mask.reshape(images, -1) for mask in (kept, lesion.to(kept.device)))
     counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
@@ -329,7 +318,6 @@ def _retention(sums: Floats) -> Retention:
 
 
 def _mask(name: str, value: Any) -> Tensor:
-    """Return a boolean tensor of boolean or 0/1 integer input."""
     if not isinstance(value, Tensor):
         try:
             array = np.asarray(value)
@@ -404,7 +392,6 @@ def lesion_mass(attention: Tensor, lesion: Tensor) -> Tensor:
 
 
 def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
-    """Count patches and lesion patches of each group, [B, groups] each."""
     if assignment.ndim != 2 or assignment.shape != lesion.shape:
         raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
     n, last = assignment.shape[1], int(assignment.max()) if assignment.numel() else -1
@@ -426,7 +413,6 @@ def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
 
 
 def accuracy(label: ArrayLike, predicted: ArrayLike) -> float:
-    """Compute the share of the images whose predicted class is the label."""
     hits = correct(label, predicted)
     return float(hits.mean()) if hits.size else float("nan")
 

@@ -45,16 +45,13 @@ class Registry(Generic[T]):
         return decorate
 
     def unregister(self, name: str) -> None:
-        """Forget a name."""
         self._classes.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return all registered names, sorted."""
         self._load_entry_points()
         return sorted(self._classes)
 
     def get(self, name: str) -> type[T]:
-        """Return the class registered as `name`."""
         if name not in self._classes:
             self._load_entry_points()
         if name not in self._classes:
@@ -62,7 +59,6 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def create(self, name: str, **options: Any) -> T:
-        """Return an instance of the class registered as `name`."""
         entry = self.get(name)
         try:
             inspect.signature(entry).bind(**options)

@@ -10,9 +10,11 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
@@ -21,6 +23,8 @@ from medtokenbudget.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 _SECONDS = 30.0
 """Between two lines; shorter work writes none."""
 
@@ -163,3 +167,21 @@ def cpu_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def ordered_map(function: Callable[[Part], Result], parts: Iterable[Part], ahead: int, threads: int) -> Iterator[Result]:
+    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
+    if ahead < 1:
+        yield from map(function, parts)
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for part in parts:
+            waiting.append(pool.submit(function, part))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

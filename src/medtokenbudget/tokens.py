@@ -100,7 +100,6 @@ class TokenBatch:
 
     @property
     def dim(self) -> int:
-        """Embedding dimension D."""
         return self.patches.shape[2]
 
     def _map(self, change: Any) -> TokenBatch:
@@ -111,11 +110,9 @@ class TokenBatch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def float(self) -> TokenBatch:
-        """Convert floating tensors to fp32."""
         return self._map(lambda t: t.float() if t.is_floating_point() else t)
 
     def take(self, rows: Tensor | Sequence[int] | slice) -> TokenBatch:
-        """Return the images at `rows`."""
         if isinstance(rows, slice):
             rows = range(len(self))[rows]
         index = rows.long() if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.long)
@@ -258,7 +255,6 @@ def _three_axes(name: str, axes: str, tokens: Tensor) -> tuple[int, int, int]:
 
 
 def _places(grid: tuple[int, int], device: torch.device) -> Tensor:
-    """Return row and column of each patch, [N, 2]."""
     rows, columns = torch.arange(grid[0], device=device), torch.arange(grid[1], device=device)
     return torch.cartesian_prod(rows, columns).float().view(-1, 2)
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from PIL import Image
 
-from medtokenbudget.backbone.preprocess import Preprocessing, luminance
+from medtokenbudget.backbone.backbone import Preprocessing, luminance
 from medtokenbudget.errors import GridError
 
 
 def test_the_whole_image_is_resized_and_nothing_is_cropped() -> None:
     picture = np.zeros((40, 80, 3), np.uint8)
     picture[:, :2] = picture[:, -2:] = 255
-    prepared = Preprocessing(40, (0.5,) * 3, (0.5,) * 3).prepare(Image.fromarray(picture))  # type: ignore[arg-type]
+    prepared = Preprocessing(40, (0.5,) * 3, (0.5,) * 3).prepare(Image.fromarray(picture))
     assert prepared.shape == (40, 40, 3)
     assert prepared[:, 0].min() > 200
     assert prepared[:, -1].min() > 200

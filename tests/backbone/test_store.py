@@ -24,7 +24,8 @@ from medtokenbudget.backbone.store import MappedField, _BufferPool, _join_large,
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
-from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.errors import RequestError
+from medtokenbudget.files import write_sealed
 from tests.backbone.tiny import CONFIG, DIM, GRID, OFF_CENTER, contents, tiny_backbone, tiny_manifest
 from tests.bad_input.damage import edit_json
 
@@ -51,18 +52,18 @@ def test_rows_are_what_the_backbone_says_of_each_image(made: Made) -> None:
             torch.testing.assert_close(getattr(batch, name)[row], getattr(alone, name)[0], atol=tolerance, rtol=2e-3)
         gray = pixels[0].numpy() @ np.array([0.299, 0.587, 0.114]) / 255
         means = gray.reshape(GRID[0], 8, GRID[1], 8).mean((1, 3)).reshape(-1)
-        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)  # type: ignore[index]
+        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)
 
 
 def test_labels_and_masks_come_with_the_tokens(made: Made) -> None:
     store, _, _ = made
     batch = store.read(store.rows(["image-000", "image-001", "image-002", "image-003"]))
-    assert batch.label.tolist() == [0, -1, 0, 1]  # type: ignore[union-attr]
-    assert batch.has_mask.tolist() == [True, False, True, False]  # type: ignore[union-attr]
+    assert batch.label.tolist() == [0, -1, 0, 1]
+    assert batch.has_mask.tolist() == [True, False, True, False]
     expected = torch.zeros(GRID, dtype=torch.bool)
     expected[1, 0:2] = True
-    assert torch.equal(batch.lesion[0], expected.flatten())  # type: ignore[index]
-    assert not batch.lesion[1].any()  # type: ignore[index]
+    assert torch.equal(batch.lesion[0], expected.flatten())
+    assert not batch.lesion[1].any()
     batch = store.read(range(len(store)))
     for name in ("label", "lesion", "has_mask"):
         assert torch.equal(getattr(store, name), getattr(batch, name)), name
@@ -92,9 +93,9 @@ def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: Made) -> N
         batches = list(store.batches(rows, 4, generator, prefetch=prefetch))
         assert [len(batch) for batch in batches] == [4, 4, 2]
         for batch in batches:
-            again = store.read(store.rows(batch.image_id))  # type: ignore[arg-type]
+            again = store.read(store.rows(batch.image_id))
             assert torch.equal(batch.patches, again.patches)
-            assert torch.equal(batch.label, again.label)  # type: ignore[arg-type]
+            assert torch.equal(batch.label, again.label)
         return [name for batch in batches for name in batch.image_id or ()]
 
     assert epoch(None, 2) == store.ids
@@ -110,9 +111,9 @@ def test_tokens_come_in_the_number_format_that_is_asked_for_and_can_be_written_t
         assert batch.patches.dtype == dtype
         assert torch.equal(batch.patches.float(), before.patches)
         for value in (batch.patches, batch.cls, batch.luminance):
-            value.zero_()  # type: ignore[union-attr]
+            value.zero_()
     assert torch.equal(store.read([0, 1]).patches, before.patches)
-    assert torch.equal(store.read([0, 1]).luminance, before.luminance)  # type: ignore[arg-type]
+    assert torch.equal(store.read([0, 1]).luminance, before.luminance)
     assert store.damaged() == []
 
 
@@ -159,17 +160,6 @@ def test_a_row_is_read_without_its_neighbors(tmp_path: Path, announced: bool) ->
     _join_large([mapped], [40], target)
     assert torch.equal(target[0], torch.from_numpy(rows[40]))
     assert pages <= pages_in_memory(path).sum() <= pages + 8
-
-
-def test_an_open_store_keeps_no_file_open(made: Made) -> None:
-    files = Path("/proc/self/fd")
-    if not files.is_dir():
-        pytest.skip("counts open files in /proc, which this system does not have")
-    before = len(list(files.iterdir()))
-    store = FeatureStore.open(made[0].path)
-    for _ in store.batches(range(len(store)), 2):
-        pass
-    assert len(list(files.iterdir())) == before
 
 
 def test_a_batch_that_is_kept_is_never_written_over() -> None:
@@ -228,42 +218,6 @@ def test_info_says_what_is_inside(store: FeatureStore, manifest: Manifest, capsy
 
 
 # Damage --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("patches", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-        ("luminance", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-        ("luminance", lambda data: data.replace(b"<f4", b"<i4")),
-    ],
-    ids=["a token", "a small field", "floats that a header calls integers"],
-)
-def test_a_changed_file_is_noticed_when_it_is_read_and_by_verify(
-    store: FeatureStore, manifest: Manifest, field: str, change: Callable[[bytes], bytes]
-) -> None:
-    _rewrite(field_path(store.path, 1, field), change)
-    opened = FeatureStore.open(store.path, manifest)
-    with pytest.raises(WorkError, match=rf"{field}-00001.npy is damaged. Delete it and run"):
-        list(opened.batches(range(len(opened)), 4))
-    with pytest.raises(WorkError, match=rf"Damaged files in .*{field}-00001.npy"):
-        opened.verify(manifest)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda s: s["backbone"].update(grid=[2, 8]), WorkError, "was changed after they were made"),
-        (lambda s: s.update(dtype="fp32"), WorkError, "was changed after they were made"),
-        (lambda s: s.update(format=2), RequestError, r"has store format 2, but this version reads format 5. Run `mtb extract"),
-    ],
-)
-def test_a_changed_store_json_is_noticed(
-    store: FeatureStore, manifest: Manifest, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
-) -> None:
-    edit_json(store.path / "store.json", change)
-    with pytest.raises(error, match=message):
-        FeatureStore.open(store.path, manifest)
 
 
 def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -330,6 +284,10 @@ def test_a_damaged_plan_can_be_deleted_and_finished_shards_stay(
         (lambda path: path.mkdir(), "no store.json"),
         (lambda path: (path.mkdir(), (path / "store.json").write_text("{")), "not valid JSON"),
         (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
+        (
+            lambda path: (path.mkdir(), write_sealed(path / "store.json", {"format": 2})),
+            "store format 2, .*Run `mtb extract",
+        ),
     ],
 )
 def test_what_is_no_store_is_rejected_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:

@@ -43,15 +43,8 @@ def view_of(image: Image.Image, mask: Image.Image | None, view: str, seed: int) 
 def test_a_view_turns_image_and_mask_alike(view: str) -> None:
     image = Image.fromarray(np.repeat(ASYMMETRIC[:, :, None], 3, 2))
     seen, mask = view_of(image, Image.fromarray(ASYMMETRIC), view, seed=0)
-    assert mask is not None
     assert np.asarray(mask).tolist() == EXPECTED[view]
     assert np.asarray(seen)[:, :, 1].tolist() == EXPECTED[view]
-
-
-def test_the_dihedral_views_are_the_eight_different_ones() -> None:
-    image = Image.fromarray(np.arange(9, dtype=np.uint8).reshape(3, 3))
-    seen = {np.asarray(view_of(image, None, view, 0)[0]).tobytes() for view in views.SETS["dihedral"]}
-    assert len(seen) == 8 == len(views.SETS["dihedral"])
 
 
 def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_mask() -> None:
@@ -92,7 +85,6 @@ def test_an_off_center_crop_keeps_most_of_the_lesion_and_moves_it(x: int, y: int
     mask = blob(x, y, radius)
     image = Image.merge("RGB", [mask] * 3)
     seen, seen_mask = view_of(image, mask, "off-center", seed)
-    assert seen_mask is not None
     assert np.array_equal(np.asarray(seen)[:, :, 0], np.asarray(seen_mask))
     assert 99 <= seen.width <= 151
     assert 79 <= seen.height <= 121
@@ -130,7 +122,6 @@ def test_further_crops_are_other_crops_and_turned_with_their_masks() -> None:
     shapes = set()
     for number in range(2, 12):
         seen, seen_mask = view_of(image, mask, f"off-center-{number}", seed=1)
-        assert seen_mask is not None
         assert np.array_equal(np.asarray(seen)[:, :, 0], np.asarray(seen_mask))
         assert (np.asarray(seen_mask) > 127).sum() >= 0.6 * (np.asarray(mask) > 127).sum()
         shapes.add(seen.size)
@@ -143,7 +134,6 @@ def test_a_larger_mask_of_the_same_frame_is_cropped_to_the_same_place() -> None:
     image = Image.merge("RGB", [blob(100, 80, 25)] * 3)
     large = blob(300, 240, 75, (600, 480))
     seen, mask = view_of(image, large, "off-center", seed=3)
-    assert mask is not None
     small = np.asarray(mask.resize(seen.size)) > 127
     assert (small == (np.asarray(seen)[:, :, 0] > 127)).mean() > 0.98
 

@@ -9,61 +9,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest
-from medtokenbudget.data.readers import csv_manifest
-from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.files import load_tensors, save_tensors
 from medtokenbudget.runs.run import Run
-from tests.bad_input.damage import NESTED, cut, damage, edit_json, flip, write
+from tests.bad_input.damage import NESTED, cut, damage, edit_json, write
 from tests.reporting.fake_run import fake_run
-
-
-@pytest.mark.parametrize(
-    "change", [pytest.param(cut, id="half"), pytest.param(flip, id="flipped bit"), pytest.param(lambda data: b"", id="empty")]
-)
-def test_a_bad_checkpoint_is_named(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / "checkpoint.safetensors"
-    save_tensors(path, {"a": torch.arange(100.0)}, {"epoch": 1})
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(MedTokenBudgetError, match=r"checkpoint\.safetensors is damaged or incomplete"):
-        load_tensors(path)
-
-
-def parquet(**columns: Any) -> Callable[[Path], None]:
-    return lambda path: pd.DataFrame(columns).to_parquet(path)
-
-
-def not_utf8(path: Path) -> None:
-    Manifest.from_records([{"image_id": "a", "image": "quick brown fox.jpg"}], ()).write(path)
-    assert b"quick" in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(b"quick", b"qu\xffck"))
-
-
-MANIFESTS: dict[str, Callable[[Path], Any]] = {
-    "missing": lambda path: None,
-    "a folder": lambda path: path.mkdir(),
-    "empty": lambda path: path.write_bytes(b""),
-    "text": lambda path: path.write_bytes(b"image_id,image\n1,a.jpg\n"),
-    "half": lambda path: (parquet(image_id=["a"] * 99)(path), path.write_bytes(cut(path.read_bytes()))),
-    "other columns": parquet(name=["a"]),
-    "without metadata": parquet(image_id=["a"], image=["a.jpg"], label=["x"], mask=[None], group=[None], split=["train"]),
-    "not UTF-8": not_utf8,
-}
-
-
-@pytest.mark.parametrize("case", MANIFESTS)
-def test_a_bad_manifest_is_named(tmp_path: Path, case: str) -> None:
-    path = tmp_path / "m.parquet"
-    MANIFESTS[case](path)
-    faults = r"m\.parquet (does not exist|is a folder|is not a manifest|is a Parquet file|was written)"
-    with pytest.raises(MedTokenBudgetError, match=faults):
-        Manifest.read(path)
-    if case == "not UTF-8":
-        with pytest.raises(MedTokenBudgetError, match=r"m\.parquet is not a readable Parquet file"):
-            csv_manifest(path)
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,9 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert {"manifest", "split", "store"} <= set(run["hashes"])
     assert run["command"].startswith("mtb train manifest.parquet --store tokens --out run "), "as typed, without folders elsewhere"
     assert run["command"].endswith(" ".join(SMALL[-2:]))
+    assert "| `random` | 23 (23) |" in (out / "model" / "README.md").read_text(), "the controls are trained after the model"
     model = mtb.load(out / "model", device="cpu")
     assert read_json(out / "model" / "config.json")["backbone"]["weights"] == "vit-0.safetensors"
-    assert model.backbone_config.weights is not None
     assert sha256_file(model.backbone_config.weights) == model.backbone_fingerprint["weights"], "where predict finds them"
     assert model.predict(drawn.manifest.image_path(0))[0].k > 0
 
@@ -137,7 +137,6 @@ def test_the_demo_tells_the_whole_story_offline(tmp_path: Path, capsys: pytest.C
     assert "lats:lesion-first" in told.out
     assert [line[:6] for line in told.err.splitlines() if " of 3:" in line] == ["1 of 3", "2 of 3", "3 of 3"]
     shares = re.search(r"the router keeps (\d+)%, the center of the image (\d+)%, chance (\d+)%", told.err)
-    assert shares is not None
     router, center, chance = (int(share) for share in shares.groups())
     assert router > 85
     assert router > center + 20

@@ -87,15 +87,6 @@ def test_the_help_of_training_has_sections_ranges_and_the_defaults_of_the_preset
     assert "together with the joint recipe. (default: 50)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_settings_and_constants_in_help_texts_are_spelled_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("medtokenbudget.config.DEFAULT_BUDGET", 0.37)
-    for name, text in (("extract", "With --views off-center: number of crops"), ("route", "Default: that of the model, or 0.37.")):
-        main([name, "--help-all"])
-        assert text in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_value_that_does_not_parse_is_named_with_its_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     known = [option for option in options(command(name)).values() if option.name != "config" and not option.positional]

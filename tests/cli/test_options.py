@@ -19,7 +19,6 @@ REQUIRED = ["m.parquet", "--store", "s", "--out", "o"]
 def parsed(words: list[str]) -> Train:
     """What `mtb train WORDS` is asked to do."""
     command = parse(Train, "train", words)
-    assert command is not None
     return command
 
 
@@ -48,7 +47,6 @@ def test_every_option_called_budget_takes_a_share_of_the_patches() -> None:
 @pytest.mark.parametrize("words", [["--image-size", "112"], ["--image_size", "112"], ["--image-size=112"], ["--image_size=112"]])
 def test_options_are_accepted_with_hyphens_and_with_underscores(words: list[str]) -> None:
     command = parse(Extract, "extract", ["m.parquet", "--store", "s", *words])
-    assert command is not None
     assert command.transformer.image_size == 112
     assert "image_size" in command.given
 
@@ -139,7 +137,8 @@ def test_a_flag_and_a_number_in_a_file_arrive_exactly(tmp_path: Path) -> None:
     for words in ([], ["--overlay"]):
         command = parse(Route, "route", ["--config", file, *words])
         assert command is not None
-        assert (command.images, command.overlay, command.tokens, command.budget) == (("a", "b"), True, False, 0.123456789012)
+        asked = command.routing
+        assert (command.images, asked.overlay, asked.tokens, asked.budget) == (("a", "b"), True, False, 0.123456789012)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,16 +12,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest, folder_manifest
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, load
-from medtokenbudget.model.overlays import LESION_EDGE
-from tests import processes
 from tests.small_model import CLASSES, draw_images, small_model
 
 
@@ -73,27 +68,6 @@ def test_files_globs_and_folders_can_be_mixed(root: Path, images: list[Path], tm
     given = (images[5], str(images[0].parent / "image-00[12].jpg"))
     assert run(root, *given, "--out", tmp_path / "p.csv") == 0
     assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == [str(images[i]) for i in (5, 1, 2)]
-
-
-def test_a_folder_is_read_as_mtb_data_folder_reads_it(
-    root: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    photos = tmp_path / "photos"
-    for name in ("MEL/deep", ".cache"):
-        (photos / name).mkdir(parents=True)
-        shutil.copy(images[0], photos / name)
-    (photos / "NV").symlink_to(images[0].parent, target_is_directory=True)
-    (photos / "MEL" / "deep" / "back").symlink_to(photos, target_is_directory=True)
-    for name in ("notes.txt", "MEL/a.heic", "MEL/b.HEIC", ".DS_Store"):
-        (photos / name).write_bytes(b"x")
-    assert run(root, photos, "--out", tmp_path / "p.csv") == 0
-    said = capsys.readouterr().err
-    predicted = pd.read_csv(tmp_path / "p.csv")["image"].tolist()
-    assert predicted == [str(photos / "MEL/deep" / images[0].name), *(str(photos / "NV" / path.name) for path in images)]
-    manifest = folder_manifest(photos)
-    assert predicted == [str(manifest.image_path(row)) for row in range(len(manifest))]
-    assert said.count(line := f"Skipped 3 files in {photos} that cannot be read as images: 2 .heic, 1 .txt.") == 1
-    assert capsys.readouterr().err.strip() == line, "`mtb data folder` says the same"
 
 
 def test_the_token_file_has_a_row_for_each_row_of_the_table(
@@ -148,34 +122,6 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 
 
-def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(root: Path, images: list[Path], tmp_path: Path) -> None:
-    mask = np.zeros((200, 200), np.uint8)
-    mask[60:140, 60:140] = 255
-    Image.fromarray(mask).save(tmp_path / "mask.png")
-    (tmp_path / "broken.png").write_text("not a mask")
-    records = [
-        {"image_id": "a", "image": str(images[0]), "mask": str(tmp_path / "mask.png"), "label": "NV"},
-        {"image_id": "b", "image": str(images[1])},
-        {"image_id": "c", "image": str(images[2]), "mask": str(tmp_path / "broken.png")},
-    ]
-    manifest = Manifest.from_records(records, CLASSES).write(tmp_path / "m.parquet")
-    assert run(root, manifest, "--out", tmp_path / "p.csv", "--overlay", "--selector", "center") == 0
-    assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == ["a", "b", "c"]
-    names = sorted(path.name for path in (tmp_path / "overlays").iterdir())
-    assert names == ["000000-a.png", "000001-b.png", "000002-c.png"]
-    assert "mask could not be read" in (tmp_path / "p.errors.jsonl").read_text()
-    first, second = (np.asarray(Image.open(tmp_path / "overlays" / name)) for name in names[:2])
-    assert first.shape == (670, 640, 3)
-    amber = (first == np.array(LESION_EDGE)).all(-1)
-    rows, columns = np.nonzero(amber)
-    # The rim lies just outside the mask, which covers 0.3 to 0.7 of 640 pixels.
-    assert abs(rows.min() - 192) <= 4
-    assert abs(columns.max() - 448) <= 4
-    assert not (second == np.array(LESION_EDGE)).all(-1).any()
-    # The center selector keeps the middle and drops the corners: skin is bright in one and dimmed in the other.
-    assert second[10:50, 10:50].mean() < 0.5 * second[200:440, 200:440].max()
-
-
 @pytest.mark.slow
 def test_memory_stays_flat_however_many_images(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
     script = """
@@ -212,34 +158,3 @@ def test_an_onnx_file_is_written_and_reported_as_checked(root: Path, tmp_path: P
     assert main(["export", str(root / "model"), "--graph", "routing", "--budget", "0.1", "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["routing-lats-0.1.onnx"]
     assert capsys.readouterr().err.count("checked against PyTorch") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        "predict IMAGES --model MODEL --out OUT/p.csv",
-        "predict IMAGES --model MODEL --out OUT/p.parquet",
-        "export MODEL --format hub --out OUT",
-        "export MODEL --graph routing --out OUT",
-    ],
-)
-def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, images: list[Path], tmp_path: Path, words: str) -> None:
-    if "--graph" in words:
-        pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
-
-    def command(out: Path) -> list[str]:
-        places = {"MODEL": root / "model", "IMAGES": images[0].parent, "OUT": out}
-        return [re.sub("MODEL|IMAGES|OUT", lambda place: str(places[place[0]]), word) for word in words.split()]
-
-    closed, full = tmp_path / "closed", tmp_path / "full"
-    closed.mkdir(mode=0o500)
-    for out, limits, message in (
-        (closed, processes.Limits(obey_permissions=True), "Permission denied. Choose a folder that you can write to."),
-        (full, processes.Limits(file_bytes=300), f"No space left while writing {full}"),
-    ):
-        ended = processes.run(command(out), tmp_path / "log", limits)
-        assert ended.code == 1
-        assert message in ended.said
-        assert "Traceback" not in ended.said
-        assert not list(out.glob("*"))

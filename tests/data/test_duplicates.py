@@ -98,20 +98,3 @@ def test_close_hashes_are_all_pairs_of_a_plain_comparison_in_order() -> None:
     known = [int(value) for value in hashes]
     plain = [(i, j) for i in range(700) for j in range(i + 1, 700) if bin(known[i] ^ known[j]).count("1") <= 1]
     assert list(zip(left.tolist(), right.tolist())) == plain
-
-
-@pytest.mark.slow
-def test_real_duplicates_under_other_ids_are_found(shared: Path) -> None:
-    folder = shared / "data" / "isic" / "ISIC_2019_Training_Input"
-    # Looked at by eye: the first pairs are the same photograph, the others only look alike.
-    same = [("0012127", "0012970"), ("0012290", "0013594"), ("0012887", "0012989"), ("0012756", "0013184")]
-    alike = [("0014574", "0014575"), ("0014574", "0014597")]
-    names = [f"ISIC_{name}_downsampled" for name in sorted({name for pair in same + alike for name in pair})]
-    names += ["ISIC_0000222", "ISIC_0014846_downsampled"]
-    rows = [{"image_id": name, "image": str(folder / f"{name}.jpg")} for name in names]
-    groups = dict(zip(names, merged_groups(Manifest.from_records(rows, ()))[0]))
-    for a, b in same:
-        assert groups[f"ISIC_{a}_downsampled"] == groups[f"ISIC_{b}_downsampled"]
-    assert groups["ISIC_0000222"] == groups["ISIC_0014846_downsampled"]
-    for a, b in alike:
-        assert groups[f"ISIC_{a}_downsampled"] != groups[f"ISIC_{b}_downsampled"]

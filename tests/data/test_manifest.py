@@ -158,7 +158,9 @@ def edited(path: Path) -> None:
     [
         (lambda path: path.unlink(), "does not exist"),
         (lambda path: (path.unlink(), path.mkdir()), "is a folder"),
+        (lambda path: path.write_bytes(b""), "damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:200]), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"images/a", b"imag\xffs/a")), "m.parquet"),
         (lambda path: path.write_text("image_id,image\n"), "not a manifest or is damaged"),
         (lambda path: pd.DataFrame({"x": [1]}).to_parquet(path), "not a manifest"),
         (edited, r"was edited or damaged .* `mtb data csv`.* Otherwise create it again with `mtb data`"),
@@ -169,6 +171,6 @@ def edited(path: Path) -> None:
 )
 def test_a_file_that_is_no_manifest_is_rejected(tmp_path: Path, harm: object, message: str) -> None:
     path = manifest(tmp_path).write(tmp_path / "m.parquet")
-    harm(path)  # type: ignore[operator]
+    harm(path)
     with pytest.raises(ManifestError, match=message):
         Manifest.read(path)

@@ -475,7 +475,6 @@ def test_the_majority_leaves_the_union_of_another_manifest_alone(tmp_path: Path)
     assert main(command) == 0
     union = Manifest.read(tmp_path / "m.parquet").mask_path(0)
     assert main([*command, "--annotators", "majority"]) == 2  # another manifest is there
-    assert union is not None
     assert (np.asarray(Image.open(union)) > 0).sum() == 180
     assert main([*command, "--annotators", "majority", "--overwrite"]) == 0
     manifest = Manifest.read(tmp_path / "m.parquet")

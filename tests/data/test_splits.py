@@ -183,7 +183,7 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
 )
 def test_an_impossible_split_is_rejected(call: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        call(manifest([0, 1] * 10))  # type: ignore[operator]
+        call(manifest([0, 1] * 10))
 
 
 def test_part_numbers_do_not_depend_on_the_order_of_rows() -> None:

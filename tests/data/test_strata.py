@@ -24,7 +24,7 @@ def skin(color: tuple[float, float, float] = (0.86, 0.68, 0.58)) -> np.ndarray:
 
 def drawn_on(picture: np.ndarray, change: object) -> np.ndarray:
     """The picture after an artifact, which works on channels first."""
-    return np.moveaxis(change(np.moveaxis(picture, 2, 0)), 0, 2).clip(0, 1)  # type: ignore[operator]
+    return np.moveaxis(change(np.moveaxis(picture, 2, 0)), 0, 2).clip(0, 1)
 
 
 EVERYWHERE = np.ones((SIZE, SIZE), bool)

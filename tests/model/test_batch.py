@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,46 +171,6 @@ def test_several_processes_write_the_same_files_as_one(router: MedTokenBudget, p
             route_files(photos, tmp_path / name, router, tmp_path / "masks", replace(CONFIG, jobs=jobs))
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.*")} for name in ("one", "two"))
     assert one == two
-
-
-@pytest.mark.slow
-def test_a_cluster_that_loses_a_node_writes_the_same_rows_as_one_process(router: MedTokenBudget, tmp_path: Path, ray: Any) -> None:
-    from ray.cluster_utils import Cluster
-
-    photos, config = make_photos(tmp_path, 48, bad=(7, 40)), RouteConfig(shard_size=3, batch_size=3, workers=1)
-    local = route_files(photos, tmp_path / "local", router, tmp_path / "masks", config)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    lost: dict[str, Any] = {}
-    try:
-        second = cluster.add_node(num_cpus=1)
-
-        def kill_a_node() -> None:
-            table = tmp_path / "cluster" / "routes"
-            while len(list(table.glob("_part-*"))) < 4:
-                time.sleep(0.02)
-            cluster.remove_node(second, allow_graceful=False)
-            lost["published"] = len(list(table.glob("_part-*")))
-            lost["first"] = written(table)
-
-        killer = threading.Thread(target=kill_a_node, daemon=True)
-        killer.start()
-        routed = route_files(photos, tmp_path / "cluster", router, tmp_path / "masks", config, "ray", cluster.address)
-        killer.join(timeout=60)
-    finally:
-        if ray.is_initialized():
-            ray.shutdown()
-        cluster.shutdown()
-    assert 4 <= lost["published"] < 16, "the node must die in the middle"
-    pd.testing.assert_frame_equal(pd.read_parquet(routed.table), pd.read_parquet(local.table))
-    assert routed.retention == local.retention
-    assert not (routed.table / "_model").exists()
-    assert (routed.done, routed.failed) == (46, 2)
-    for name in ("summary.json", "errors.jsonl"):
-        assert (tmp_path / "cluster" / name).read_text() == (tmp_path / "local" / name).read_text()
-    after = written(routed.table)
-    complete = [name.removeprefix("_").removesuffix(".json") for name in lost["first"] if name.startswith("_part")]
-    for name in complete:
-        assert after[f"{name}.parquet"] == lost["first"][f"{name}.parquet"], "a finished shard was made again"
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ class World:
         return Manifest.read(self.manifest_path)
 
     def early(self, way: str, budget: float = 0.3) -> EarlyRouting:
-        return EarlyRouting(self.routers[way], way, budget, **SETTINGS[way])  # type: ignore[arg-type]
+        return EarlyRouting(self.routers[way], way, budget, **SETTINGS[way])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,6 @@ def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made
     manifest = world.manifest
     prediction = made.model.predict(manifest.image_path(0))[0]
     stored = made.store.read(made.store.rows([manifest.ids[0]]))
-    assert stored.places is not None
     assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
     torch.testing.assert_close(torch.from_numpy(prediction.tokens), stored.patches[0], rtol=5e-3, atol=5e-3)  # stored in fp16
     assert (prediction.budget, prediction.k) == (0.3, 30)
@@ -114,13 +113,14 @@ def test_a_saved_model_routes_by_command_and_is_rejected_with_another_router(mad
         _ = mtb.load(folder, device="cpu").backbone
 
 
-def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
-    config = replace(world.backbone, image_size=320)
+@pytest.mark.parametrize(("size", "side", "k"), [(320, 20, 120), (224, 14, 58)])
+def test_the_scout_sees_a_larger_image_reduced(world: World, size: int, side: int, k: int) -> None:
+    config = replace(world.backbone, image_size=size)
     backbone = world.early("scout").wrap(Backbone.load(config))
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (320, 320, 3), dtype=np.uint8))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (size, size, 3), dtype=np.uint8))
     tokens = backbone(backbone.normalize(torch.from_numpy(backbone.prepare(image))[None]))
-    assert tokens.grid == (20, 20)
-    assert tokens.patches.shape[1] == 120
+    assert tokens.grid == (side, side)
+    assert tokens.patches.shape[1] == k
     # Scores of a coarse scout lie between the centers of its patches.
     scores = resize_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
     torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
@@ -130,7 +130,7 @@ def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World
     inside, scout = world.early("inside"), world.early("scout")
     deep = EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99)
     cases: list[tuple[EarlyRouting, dict[str, Any], str]] = [
-        (scout, {"image_size": 224}, r"scout looks at 10 x 10 patches of 160 pixels, but the backbone has 14 x 14"),
+        (scout, {"image_size": 112}, r"scout looks at images of 160 pixels, but those of the backbone have 112"),
         (world.early("scout", 0.05), {}, r"Budget 0\.05 keeps 5 of 100 patches.*minimum is 8. Use `budget=0\.08`"),
         (replace(inside, block=4), {}, r"block 4 scores the tokens of block 3, but the router was trained on tokens of block 1"),
         (replace(inside, router=world.routers["scout"]), {}, "trained on another backbone"),
@@ -183,7 +183,6 @@ def test_a_selector_that_needs_no_training_chooses_inside_by_the_attention_of_th
     before = Backbone.load(replace(world.backbone, layer=1))(images, (signal,))
     best = getattr(before, signal).topk(30, dim=1).indices.sort(1).values
     places = backbone(images).places
-    assert places is not None
     assert torch.equal(places.sort(1).values, best)
 
 

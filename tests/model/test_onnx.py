@@ -105,7 +105,7 @@ def test_a_scorer_with_convolutions_keeps_the_same_patches_in_onnx(model: MedTok
 )
 def test_what_has_no_fixed_graph_is_rejected(model: MedTokenBudget, tmp_path: Path, selector: str, graph: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        exporter.export_onnx(model, tmp_path, selector=selector, graph=graph)  # type: ignore[arg-type]
+        exporter.export_onnx(model, tmp_path, selector=selector, graph=graph)
     assert list(tmp_path.iterdir()) == []
 
 

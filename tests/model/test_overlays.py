@@ -30,7 +30,6 @@ def amber(picture: Image.Image) -> int:
 def test_a_notebook_shows_the_image_with_its_kept_patches(model: MedTokenBudget, images: list[Path]) -> None:
     (found,) = model.predict(images[0], selector="center")
     png = found._repr_png_()
-    assert png is not None
     displayed = Image.open(io.BytesIO(png))
     assert np.array_equal(np.asarray(displayed), np.asarray(mtb.overlay(images[0], found)))
     # The center is kept and clear, the corner is dropped and dim.

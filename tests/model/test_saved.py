@@ -44,13 +44,6 @@ def test_a_saved_model_is_small_comes_back_the_same_and_is_saved_to_the_same_byt
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize(("version", "advice"), [(1, "Train the model again with `mtb train`"), (4, "Install medtokenbudget")])
-def test_a_folder_of_another_format_is_rejected_with_its_version_and_what_to_do(saved: Path, version: int, advice: str) -> None:
-    edit_json(saved / "config.json", lambda config: config.update(format_version=version))
-    with pytest.raises(RequestError, match=f"has model format version {version}, but this program reads version 3. .*{advice}"):
-        mtb.load(saved)
-
-
 def test_weights_are_found_in_the_folder_or_by_their_hash_where_this_machine_last_saw_them(
     model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,23 +91,6 @@ def _edit(path: Path, change: str, value: object) -> None:
     edit_json(path, edit)
 
 
-@pytest.mark.parametrize(
-    ("change", "value", "words"),
-    [
-        ("identity.classes", ["NV", "MEL", "BCC"], r"classes: expected \['MEL', 'NV', 'BCC'\], found \['NV', 'MEL', 'BCC'\]"),
-        ("identity.backbone.mean", [0.1, 0.2, 0.3], "backbone.mean: expected"),
-        ("identity.backbone.weights", "0" * 64, "backbone.weights: expected"),
-        ("identity.selectors.lats.options.smooth", 1, "selectors.lats.options.smooth: expected 3, found 1"),
-    ],
-)
-def test_an_edited_class_list_preprocessing_or_router_is_rejected_with_the_difference(
-    saved: Path, change: str, value: object, words: str
-) -> None:
-    _edit(saved / "config.json", change, value)
-    with pytest.raises(MismatchError, match=words):
-        mtb.load(saved)
-
-
 def test_another_backbone_and_files_of_another_model_are_rejected_with_the_difference(
     saved: Path, images: list[Path], tmp_path: Path
 ) -> None:
@@ -154,7 +130,6 @@ def test_a_model_that_is_routed_early_is_downloaded_with_its_router(hub_at: Call
     with serving(made.save_pretrained(tmp_path / "early"), "someone/early") as address:
         hub_at(address)
         found = mtb.load("someone/early", device="cpu")
-    assert found.scout is not None
     assert found.scout.fingerprint == found.early["router"]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from medtokenbudget.api import report
 from medtokenbudget.reporting.intervals import ReportRun
-from medtokenbudget.reporting.page import report
 from tests.reporting.fake_run import fake_run
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from medtokenbudget.api import report
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.reporting.comparison import Comparison, unique_names
-from medtokenbudget.reporting.page import report
 from medtokenbudget.runs.run import read_predictions, write_predictions
 from tests.reporting.fake_run import edit_run, fake_run
 

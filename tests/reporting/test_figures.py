@@ -12,14 +12,12 @@ from medtokenbudget.reporting.intervals import ReportRun
 def legend(run: ReportRun, name: str) -> list[str]:
     with house_style():
         figure = DRAWN[name](run)
-    assert figure is not None
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
 def test_the_figure_of_the_training_shows_only_losses_that_were_trained_with(read_run: ReportRun) -> None:
     with house_style():
         figure = DRAWN["curriculum"](read_run)
-    assert figure is not None
     assert legend(read_run, "curriculum") == ["lesion"]
     assert len(figure.axes) == 1  # the lesion loss alone does not depend on the budget
 
@@ -38,7 +36,6 @@ def test_the_entry_of_a_method_in_a_legend_has_its_own_color_and_marker(read_run
     for name in ("accuracy-against-retention", "center-bias", "size-strata"):
         with house_style():
             figure = DRAWN[name](read_run)
-        assert figure is not None
         (box,) = figure.legends
         for text, line in zip(box.get_texts(), box.get_lines(), strict=True):
             own = looks[text.get_text().rstrip("0123456789. ")]

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser
 
+from medtokenbudget.api import report
 from medtokenbudget.cli import main
 from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import RequestError
-from medtokenbudget.reporting.page import build, report
+from medtokenbudget.reporting.page import build
 from medtokenbudget.runs.run import headline, read_results
 from tests.reporting.fake_run import edit_run, fake_run
 
@@ -266,7 +267,7 @@ def test_latex_is_balanced_and_escaped(run: Path) -> None:
         for environment in ("table", "tabular"):
             assert text.count(rf"\begin{{{environment}}}") == text.count(rf"\end{{{environment}}}") == 1
         body = text.split("\\midrule", 1)[1].split("\\bottomrule")[0]
-        columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text).group(1)  # type: ignore[union-attr]
+        columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text).group(1)
         for line in body.splitlines():
             if line.endswith(r"\\"):
                 assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1, (path.name, line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medtokenbudget.routing.layers import dropout
+from medtokenbudget.routing.trainable import dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

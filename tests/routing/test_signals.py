@@ -99,7 +99,7 @@ def test_contrast_refuses_a_wrong_grid_and_an_unknown_neighborhood():
     with pytest.raises(GridError, match="does not have 6 patches"):
         local_contrast(torch.ones(1, 6, 2), (2, 2))
     with pytest.raises(UnknownNameError, match="grid8"):
-        local_contrast(torch.ones(1, 6, 2), (2, 3), "grid9")  # type: ignore[arg-type]
+        local_contrast(torch.ones(1, 6, 2), (2, 3), "grid9")
     with pytest.raises(ShapeError):
         local_contrast(torch.ones(6, 2), (2, 3))
 

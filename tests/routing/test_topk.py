@@ -157,4 +157,4 @@ def test_bad_smoothing_is_refused():
     with pytest.raises(RequestError, match="odd"):
         smooth_scores(torch.rand(1, 6), (2, 3), kernel=2)
     with pytest.raises(UnknownNameError):
-        smooth_scores(torch.rand(1, 6), (2, 3), padding="reflect")  # type: ignore[arg-type]
+        smooth_scores(torch.rand(1, 6), (2, 3), padding="reflect")

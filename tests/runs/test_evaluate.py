@@ -56,7 +56,6 @@ def test_an_evaluation_on_its_own_validation_images_repeats_the_numbers_of_the_t
     assert set(both["view"]) == {"as-is", "off-center"}
     for metric in ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "ece"):
         np.testing.assert_allclose(both[metric], both[f"{metric}_now"], atol=2e-3)
-    assert now.evaluation is not None
     assert [row["budget"] for row in now.evaluation["own"]] == list(BUDGETS)
     assert now.evaluation["part"] == "val"
 
@@ -78,7 +77,6 @@ def test_an_evaluation_tells_the_share_of_images_that_are_unlike_the_training(
     drawn: Drawn, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = mtb.load(trained)
-    assert model.familiarity is not None
     validation = drawn.manifest.part("val")
     images = [validation.image_path(row) for row in range(len(validation))]
     distances = sorted(routing.unfamiliarity or 0 for routing in model.route(images))
@@ -180,7 +178,6 @@ def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(
     labels = dict.fromkeys(manifest.classes, "MEL")
     broken = manifest.with_columns(image=images, mask=[str(manifest.mask_path(i)) for i in range(6)])
     run = mtb.evaluate(model, broken, tmp_path / "out", budgets=[0.3], classes=labels)
-    assert run.evaluation is not None
     assert (run.evaluation["images"], run.evaluation["unreadable"]) == (6, 1)
     assert (
         f"1 of 6 images are left out, they or their masks cannot be used. The first: {Path(images[2]).name} is not an image"

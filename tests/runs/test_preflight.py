@@ -80,11 +80,6 @@ def test_data_that_nothing_can_be_learned_from_or_measured_with_are_refused(draw
     assert not (tmp_path / "run").exists()
 
 
-def test_a_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == RequestError.exit_code
-    assert "is not a run directory" in capsys.readouterr().err
-
-
 @pytest.fixture(scope="module")
 def without_masks(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     """Labeled images without masks and without off-center views."""

@@ -71,20 +71,6 @@ def test_results_are_read_back_with_empty_fields_for_what_was_not_measured(tmp_p
     pd.testing.assert_frame_equal(run.read_results(tmp_path / "results.csv"), table, check_dtype=False, rtol=1e-8)
 
 
-def test_damaged_and_foreign_files_are_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="does not exist"):
-        run.read_predictions(tmp_path / "none.parquet")
-    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
-    with pytest.raises(RequestError, match="not a readable Parquet"):
-        run.read_predictions(tmp_path / "bad.parquet")
-    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "other.parquet")
-    with pytest.raises(RequestError, match="is not a table of predictions"):
-        run.read_predictions(tmp_path / "other.parquet")
-    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(RequestError, match="is not a table of results"):
-        run.read_results(tmp_path / "bad.csv")
-
-
 def test_a_cell_of_mixed_k_is_refused() -> None:
     frame = simulate.cell(np.random.default_rng(0), n=4)
     frame.loc[0, "k"] = 5

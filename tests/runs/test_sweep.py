@@ -146,7 +146,7 @@ def moody_selector() -> Iterator[dict[str, bool]]:
 
     @register_selector("moody")
     class Moody(Ranker):
-        def score(self, tokens, generator=None):  # type: ignore[no-untyped-def]
+        def score(self, tokens, generator=None):
             if mood["bad"]:
                 raise RuntimeError("not today")
             return tokens.patches.norm(dim=-1)
@@ -351,8 +351,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The code of the page on selectors and heads of your own; what it registers is forgotten afterwards."""
     monkeypatch.setattr(selectors.SELECTORS, "_classes", dict(selectors.SELECTORS._classes))
     monkeypatch.setattr(heads.HEADS, "_classes", dict(heads.HEADS._classes))
-    text = (REPOSITORY / "docs" / "extend.md").read_text(encoding="utf-8")
-    return re.findall(r"(?<!-->\n)```python\n(.*?)```", text, flags=re.DOTALL)
+    text = (REPOSITORY / "docs" / "selectors.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(from __future__.*?)```", text, flags=re.DOTALL)
 
 
 @pytest.mark.slow

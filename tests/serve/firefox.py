@@ -106,7 +106,6 @@ class Firefox:
 def firefox(profile: Path, **preferences: Any) -> Iterator[Firefox]:
     """A Firefox of its own, without a screen, with an empty profile."""
     program = shutil.which("firefox-esr") or shutil.which("firefox")
-    assert program is not None
     profile.mkdir(parents=True, exist_ok=True)
     settings = PREFERENCES | preferences
     lines = [f"user_pref({json.dumps(name)}, {json.dumps(value)});" for name, value in settings.items()]

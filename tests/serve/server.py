@@ -56,7 +56,6 @@ def running_here(service: Service, connections: int = 100, **options: Any) -> It
 def address_of(process: subprocess.Popen[str]) -> str:
     """Read the output of a starting server until it prints its address."""
     seen = []
-    assert process.stdout is not None
     for line in process.stdout:
         seen.append(line)
         if found := re.search(r"Explorer: (http://\S+)", line):

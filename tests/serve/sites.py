@@ -16,8 +16,7 @@ import torch
 from filelock import FileLock
 
 from medtokenbudget.errors import WorkError
-from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.guarantee import Guarantee
+from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.serve.site import find_runtime, write_site
 from medtokenbudget.training.familiarity import Familiarity
 from tests.machine import absent
@@ -36,7 +35,7 @@ def site_model(folder: Path) -> MedTokenBudget:
         model.familiarity.limit.fill_(9)
     rule = {"cap": None, "threshold": 0.5, "relative": True, "minimum": 8, "most": 60, "selector": MAIN, "model": model.fingerprint}
     evidence = {"bound": 0.05, "kept": 0.95, "tokens": 30.0, "images": 9, "groups": 9, "dataset": "drawn", "data": ""}
-    model.guarantees = (Guarantee(0.95, **rule, **evidence),)  # type: ignore[arg-type]
+    model.guarantees = (Guarantee(0.95, **rule, **evidence),)
     return model
 
 

@@ -150,7 +150,6 @@ def test_mask_boxes_and_crop_are_those_of_route(opened: Open, server: Server, tm
     page.set_input_files("#image-file", path)
     expect(page.locator("#image-line")).to_contain_text("spot.png")
     settle(page)
-    assert server.model is not None
     (routing,) = server.model.route(path)
     saved = {}
     for kind, button in {"mask": "Lesion mask (PNG)", "box": "Lesion boxes (JSON)", "crop": "Lesion crop (PNG)"}.items():
@@ -165,15 +164,6 @@ def test_mask_boxes_and_crop_are_those_of_route(opened: Open, server: Server, tm
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(saved["crop"])).convert("RGB")), np.asarray(routing.crop()))
     page.locator("[data-side=a] select").select_option("center")
     expect(page.get_by_role("button", name="Lesion mask (PNG)")).to_be_disabled()
-
-
-def test_an_old_error_goes_away_when_the_next_image_is_answered(opened: Open) -> None:
-    page = opened()
-    page.locator(".sample").nth(1).click()
-    # What fails beside an analysis, such as a sample that cannot be drawn, must not outlive its answer.
-    page.evaluate("() => { document.getElementById('alert').hidden = false; }")
-    expect(page.locator(".sample").nth(1)).to_have_attribute("aria-pressed", "true")
-    expect(page.get_by_role("alert")).to_be_hidden()
 
 
 def test_methods_have_their_names_in_the_report_and_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:
@@ -372,8 +362,6 @@ def test_a_promise_stays_on_for_the_next_image_until_the_budget_is_moved(chromiu
 def test_the_picture_is_in_view_without_scrolling(opened: Open, width: int, height: int) -> None:
     page = opened(width, height)
     shown, control = page.locator("canvas").bounding_box(), page.locator(".control").bounding_box()
-    assert shown is not None
-    assert control is not None
     bottom = shown["y"] + shown["height"]
     assert bottom <= height
     assert bottom <= control["y"] or shown["y"] >= control["y"] + control["height"]

@@ -387,7 +387,6 @@ def test_the_command_opens_the_browser_logs_no_malformed_request_and_stops_at_ct
                 assert client.recv(100).startswith(b"HTTP/1.1 400")
         until(lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text().strip() == url)
         process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
         assert process.stdout.read() == "Server stopped.\n"
         assert process.wait(30) == 0
     finally:

@@ -19,8 +19,6 @@ from tests.conftest import REPOSITORY
 
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("distill", REPOSITORY / "tools" / "distill.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

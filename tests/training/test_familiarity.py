@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
+from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.familiarity import Familiarity, Features, Gaussian, add_moments, fit_familiarity, moments_of
@@ -54,13 +55,11 @@ def test_an_image_is_judged_by_its_class_token_and_its_strangest_patches() -> No
 def test_the_limit_holds_out_images_and_does_not_depend_on_their_order(drawn: Drawn) -> None:
     rows = drawn.store.rows(drawn.manifest.ids)
     fitted = fit_familiarity(drawn.store, rows)
-    assert fitted is not None
     own = torch.cat([fitted(tokens) for tokens in drawn.store.batches(rows, 32)])
     # Held-out images are farther away than those that were fitted, so on the latter fewer than one in a hundred are beyond.
     assert (own > 1).float().mean() <= 0.01
     assert own.max() > 0.3
     again = fit_familiarity(drawn.store, rows)
-    assert again is not None
     assert torch.equal(again.limit, fitted.limit)
     assert fit_familiarity(drawn.store, rows[:19]) is None, "too few images for any distance"
 
@@ -84,17 +83,24 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", [unlike.street, unlike.ultrasound, unlike.noise])
+@pytest.mark.parametrize("draw", [unlike.street, unlike.noise])
 def test_drawn_pictures_of_other_things_are_flagged(draw: unlike.Draw) -> None:
     flagged = [routing.unfamiliar for routing in mtb.route([draw(seed) for seed in range(20)])]
     assert np.mean(flagged) >= 0.9
+
+
+def test_a_command_says_how_many_images_are_of_another_kind_than_the_model_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unlike.write(tmp_path / "streets", unlike.street, 3)
+    assert main(["route", str(tmp_path / "streets"), "--out", str(tmp_path / "routed"), "--device", "cpu"]) == 0
+    assert "3 of 3 images are unlike the training images of this model" in capsys.readouterr().err
 
 
 def test_features_in_memory_are_fitted_by_image_and_the_limit_is_a_quantile_of_held_out_ones() -> None:
     values = torch.randn(200, 1, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2.0, 3.0, 0.5])
     ids = [f"image {number // 2}" for number in range(200)]
     found = fit_familiarity(Features(ids, values), np.arange(200), rank=4, level=0.9)
-    assert found is not None
     plain = values[:, 0].double().numpy()
     offset = plain - plain.mean(0)
     distance = np.sqrt(np.einsum("nd,de,ne->n", offset, np.linalg.inv(np.cov(plain.T)), offset))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
@@ -107,15 +109,30 @@ def test_a_training_that_was_stopped_resumes_to_the_same_numbers(
         train_scout(manifest, replace(SMALL, lr=1e-2), tmp_path / "stopped")
 
 
-def test_without_a_lesion_to_learn_from_nothing_is_trained(photos: Path, tmp_path: Path) -> None:
-    manifest = Manifest.read(photos)
-    with pytest.raises(RequestError, match="No training image has a mask"):
-        mtb.train(manifest.with_columns(mask=[None] * len(manifest)), None, tmp_path / "run", SMALL)
+def test_without_a_lesion_to_learn_from_nothing_is_trained_and_nothing_left(photos: Path, tmp_path: Path) -> None:
+    manifest, out = Manifest.read(photos), tmp_path / "run"
+    val = (manifest.rows["split"] == "val").to_numpy()
+    masks = [str(manifest.mask_path(i)) for i in range(len(manifest))]
+    blank = tmp_path / "blank.png"
+    Image.new("L", (96, 96)).save(blank)
+    for columns, message in (
+        ([mask if of_val else None for mask, of_val in zip(masks, val)], "No training image has a mask"),
+        ([None if of_val else mask for mask, of_val in zip(masks, val)], "no validation image with a mask"),
+        ([mask if of_val else str(blank) for mask, of_val in zip(masks, val)], "no mask with a lesion"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            mtb.train(manifest.with_columns(mask=columns), None, out, SMALL)
+        assert not out.exists()
+    one = manifest.take([*np.flatnonzero(~val)[:1], *np.flatnonzero(val)])
+    with pytest.raises(RequestError, match="fewer than two images with a mask"):
+        mtb.train(one, None, out, SMALL)
     with pytest.raises(RequestError, match="`store` is required"):
-        mtb.train(manifest, None, tmp_path / "run")
+        mtb.train(manifest, None, out)
     with pytest.raises(RequestError, match="Leave out `store`"):
-        mtb.train(manifest, tmp_path, tmp_path / "run", "scout")
-    assert not (tmp_path / "run" / "run.json").exists()
+        mtb.train(manifest, tmp_path, out, "scout")
+    with pytest.raises(RequestError, match="multiple of 16"):
+        mtb.train(manifest, None, out, with_settings(SMALL, {"scout.image_size": 120}))
+    assert not out.exists()
 
 
 @pytest.fixture(scope="module")

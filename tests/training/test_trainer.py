@@ -45,7 +45,7 @@ def train_and_stall(drawn: Drawn, out: Path, config: TrainConfig, stalled: Event
             time.sleep(600)
         step(self, closure)
 
-    torch.optim.AdamW.step = stall  # type: ignore[assignment,method-assign]
+    torch.optim.AdamW.step = stall
     fit(drawn, config, folder=out)
 
 
@@ -214,4 +214,4 @@ def test_the_rate_falls_to_zero_and_the_budget_of_the_paper_from_a_half_to_a_qua
     assert {curriculum_budget(CurriculumConfig(kind="fixed", start=0.3), epoch) for epoch in range(50)} == {0.3}
     for change, error in (({"start": 1.5}, BudgetError), ({"kind": "linear"}, UnknownNameError), ({"epochs": 0}, RequestError)):
         with pytest.raises(error):
-            CurriculumConfig(**change)  # type: ignore[arg-type]
+            CurriculumConfig(**change)

@@ -252,7 +252,6 @@ class FileIndex:
         return entry[2]
 
     def save(self) -> None:
-        """Write the cache if it changed; a store that cannot be written to is read all the same."""
         if self._changed:
             with suppress(MedTokenBudgetError):
                 write_sealed(self._file, self._known)

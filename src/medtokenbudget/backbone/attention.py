@@ -82,9 +82,7 @@ def _inputs(
 ) -> Inputs:
     bias = None if attn_mask is None else attn_mask.squeeze(0)
     if is_causal or (bias is not None and (bias.dtype == torch.bool or bias.ndim > 3)):
-        raise RequestError(
-            "The attention of this backbone is masked, so its patches do not all see each other. Choose another backbone."
-        )
+        raise RequestError("The attention of this backbone is masked, so its patches do not all see each other. Choose another.")
     return Inputs(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, value, bias)
 
 
@@ -111,7 +109,6 @@ class AttentionTap:
         self._hooks = (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
-        """Leave the block as it was."""
         for hook in self._hooks:
             hook.remove()
 
@@ -188,9 +185,6 @@ def normalized_entropy(weights: Tensor) -> Tensor:
     return 1.0 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
 
 
-# Signals -------------------------------------------------------------------------------------------------------------
-
-
 class _Block(NamedTuple):
     """What the signals of a few images are computed from; T = prefix + N tokens."""
 
@@ -221,17 +215,14 @@ def _rollout(block: _Block) -> Tensor:
     return (row if block.earlier is None else row @ block.earlier)[:, 0, block.prefix :].clone()
 
 
-def _value_norm(block: _Block) -> Tensor:
-    value = block.inputs.value[:, :, block.prefix :]
-    return torch.linalg.vector_norm(value.transpose(1, 2).flatten(2), dim=-1)
-
-
 REGISTRY = {
     # The patch weights of a row do not sum to one, because the softmax includes the prefix tokens. Eq. 1 takes them all the same.
     "attention_entropy": Signal(lambda b: normalized_entropy(b.weights[:, b.prefix :, b.prefix :]), pseudo=True),
     "cls_attention": Signal(lambda b: b.weights[:, 0, b.prefix :].clone(), needs_cls=True, pseudo=True),
     "received_attention": Signal(lambda b: b.weights[:, b.prefix :, b.prefix :].mean(1), pseudo=True),
-    "value_norm": Signal(_value_norm, reads_weights=False),
+    "value_norm": Signal(
+        lambda b: torch.linalg.vector_norm(b.inputs.value[:, :, b.prefix :].transpose(1, 2).flatten(2), dim=-1), reads_weights=False
+    ),
     "mean_key": Signal(lambda b: b.inputs.key[:, :, b.prefix :].mean(1), reads_weights=False, wide=True),
     "rollout": Signal(_rollout, needs_cls=True),
 }

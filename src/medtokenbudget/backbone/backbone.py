@@ -27,10 +27,9 @@ from torch.nn import functional as F
 
 from medtokenbudget.backbone import attention
 from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid, vision_tower
-from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
+from medtokenbudget.errors import GridError, MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
 from medtokenbudget.files import fetch, read_sealed, sha256_file, write_sealed, write_text
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import TokenBatch
@@ -52,18 +51,76 @@ _PLACES = 8
 """Further copies of the same weights that are remembered, in case the last one is deleted."""
 
 
-class Backbone:
-    """A frozen vision transformer that gives patch tokens, the class token and signals of the attention of one block.
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+REC601 = (0.299, 0.587, 0.114)
+"""Share of red, green and blue in the gray value."""
 
-    Attributes:
-        grid: Rows and columns (h, w) of the patch tokens.
-        dim: Dimension D of a token.
-        prefix: Number of tokens before the patches (class token, registers).
-        has_cls: Whether the first of them is a class token.
-        depth: Number of blocks.
-        layer: The block that tokens and attention come from.
-        preprocessing: Image size, mean, standard deviation and interpolation.
-        fingerprint: JSON values that are equal for equal backbones.
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes the input of a backbone: its side, mean and std of values in [0, 1], and the filter of the resize."""
+
+    image_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        if self.interpolation not in _RESAMPLING:
+            known = ", ".join(_RESAMPLING)
+            raise RequestError(f"Unknown interpolation '{self.interpolation}' of the backbone. Available: {known}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def prepare(self, image: Image.Image) -> np.ndarray:
+        """Resize the whole RGB image to uint8 [S, S, 3]. Nothing is cropped, so masks stay aligned."""
+        if image.mode != "RGB":
+            raise RequestError(f"An image of mode {image.mode} must be converted to RGB first, for example with `decode_image`.")
+        size = (self.image_size, self.image_size)
+        if image.size != size:
+            image = image.resize(size, _RESAMPLING[self.interpolation])
+        return np.array(image, dtype=np.uint8)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Normalize images with mean and standard deviation, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
+        if images.ndim != 4 or images.shape[-1] != 3:
+            raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
+        mean, std = self._statistics(images.device)
+        pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return pixels.mul_(1.0 / (255.0 * std)).sub_(mean / std)
+
+    def denormalize(self, images: Tensor) -> Tensor:
+        mean, std = self._statistics(images.device)
+        return images * std + mean
+
+    def _statistics(self, device: torch.device) -> list[Tensor]:
+        return [torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std)]
+
+
+def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Compute the mean gray value (Rec. 601) of each patch of a grid (h, w): uint8 [B, S, S, 3] to [B, N] in [0, 1]."""
+    if images.ndim != 4 or images.shape[-1] != 3:
+        raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
+    b, height, width, _ = images.shape
+    h, w = grid
+    if height % h or width % w:
+        raise GridError(f"An image of {height} x {width} pixels cannot be divided into a grid of {h} x {w} patches.")
+    cells = images.reshape(b, h, height // h, w, width // w, 3).float().mean(dim=(2, 4))
+    return (cells @ torch.tensor(REC601, device=images.device) / 255.0).reshape(b, h * w)
+
+
+class Backbone:
+    """A frozen vision transformer that gives `dim` numbers per patch of its `grid`, the class token and signals of the attention of
+    `layer`.
+
+    `prefix` tokens are before the patches (class token, registers); `fingerprint` has JSON values that are equal for equal
+    backbones.
 
     Example:
         >>> backbone = Backbone.load(BackboneConfig(name="embedded"))
@@ -90,22 +147,13 @@ class Backbone:
             raise RequestError(f"`layer` {config.layer} does not exist: {blocks}")
         self.layer = config.layer % self.depth
         if (wanted := encoder.normalization()) is None:
-            raise RequestError(
-                f"'{config.name}' does not say which mean and standard deviation it expects. Set its `pretrained_cfg`, or "
-                "put the `preprocessor_config.json` of its publisher next to the weights."
-            )
+            advice = "Set its `pretrained_cfg`, or put the `preprocessor_config.json` of its publisher next to the weights."
+            raise RequestError(f"'{config.name}' does not say which mean and standard deviation it expects. {advice}")
         self.preprocessing = Preprocessing(size, *wanted)
         self._tap = attention.AttentionTap(encoder.blocks[self.layer], config.name) if config.attention == "true" else None
         self._rollout = attention.AttentionRollout(encoder.blocks[: self.layer], config.name) if self._tap is not None else None
-        self.fingerprint: dict[str, Any] = {
-            "name": _shared_name(config.name),
-            "weights": weights_sha256,
-            "layer": self.layer,
-            "attention": config.attention,
-            "grid": list(self.grid),
-            "dim": self.dim,
-            **self.preprocessing.to_dict(),
-        }
+        about = {"name": _shared_name(config.name), "weights": weights_sha256, "layer": self.layer, "attention": config.attention}
+        self.fingerprint: dict[str, Any] = {**about, "grid": list(self.grid), "dim": self.dim, **self.preprocessing.to_dict()}
         if config.attention == "pseudo":
             # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
             self.fingerprint["pseudo_temperature"] = attention.PSEUDO_TEMPERATURE
@@ -114,16 +162,6 @@ class Backbone:
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
-        """Load a backbone with its weights.
-
-        Args:
-            config: Name, weights and settings of the backbone.
-            device: Device to run on; see `resolve_device`.
-
-        Raises:
-            RequestError: The name is unknown, or the weights do not belong to it.
-            WorkError: The weights cannot be downloaded.
-        """
         if config.name in READS_PIXELS:
             return (Pixels if config.name == PIXELS else Glance)(config, device)
         if config.name.startswith(HUB):
@@ -157,7 +195,6 @@ class Backbone:
         return cls(model, config, _sha256_state(model), device)
 
     def to(self, device: torch.device | str) -> Backbone:
-        """Move the network to `device` and return this backbone."""
         self.device = torch.device(device)
         self.model.to(self.device)
         return self
@@ -167,11 +204,9 @@ class Backbone:
         return self
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Resize an RGB image to uint8 [S, S, 3]."""
         return self.preprocessing.prepare(image)
 
     def normalize(self, batch: Tensor) -> Tensor:
-        """Normalize images, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         return self.preprocessing.normalize(batch)
 
     @property
@@ -197,14 +232,9 @@ class Backbone:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
-        """Compute the tokens and signals of images. Blocks after `layer` do not run.
+        """Compute the tokens and signals (None means `default_signals`) of normalized images, float [B, 3, S, S].
 
-        Args:
-            images: Normalized images, float [B, 3, S, S].
-            signals: Names of the signals to compute, None means `default_signals`.
-
-        Returns:
-            The tokens, without luminance and lesion.
+        Blocks after `layer` do not run.
         """
         size = self.preprocessing.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
@@ -217,19 +247,14 @@ class Backbone:
         self.check_signals(names)
         rolls = self._rollout.collecting() if self._rollout is not None and "rollout" in names else nullcontext()
         with rolls:
-            patches, cls = self._forward(images)
+            patches, prefix = self.encoder.tokens(images, self.layer)
+        cls = prefix[:, 0] if self.has_cls and prefix is not None else None
         if self._tap is None or self._rollout is None:
             values: dict[str, Any] = dict(attention.pseudo_signals(patches, cls, names))
         else:
             earlier = self._rollout.product() if "rollout" in names else None
             values = dict(attention.reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
         return TokenBatch(patches, self.grid, cls=cls, **values)
-
-    def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return patch tokens [B, N, D] and the class token [B, D], if there is one."""
-        patches, prefix = self.encoder.tokens(images, self.layer)
-        cls = prefix[:, 0] if self.has_cls and prefix is not None else None
-        return patches, cls
 
 
 class Pixels(Backbone):
@@ -251,11 +276,10 @@ class Pixels(Backbone):
 
     @property
     def default_signals(self) -> tuple[str, ...]:
-        """None: there is no attention."""
+        """No signals: there is no attention."""
         return ()
 
     def check_signals(self, names: Sequence[str]) -> None:
-        """Raise a RequestError for any signal."""
         if names:
             raise RequestError(f"The backbone '{self.config.name}' has no {', '.join(names)}. Leave out `signals`.")
 
@@ -276,10 +300,12 @@ class Glance(Pixels):
     def __init__(self, config: BackboneConfig, device: torch.device | str = "cpu") -> None:
         super().__init__(config, device)
         side = config.image_size // 14
-        self.seen = Backbone.load(BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer), device)
+        # Nothing reads its attention, and recording it costs a tenth of its time.
+        seen = BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer, attention="pseudo")
+        self.seen = Backbone.load(seen, device)
         # As matrices, because the interpolation of torch cannot be exported for any batch size.
         self._shrink = _bilinear(config.image_size, 14 * side)
-        self._spread = tuple(_bilinear(side, cells) for cells in self.grid)
+        self._spread = torch.kron(*(_bilinear(side, cells) for cells in self.grid))
         self.model, self.depth, self.layer = self.seen.model, self.seen.depth, self.seen.layer
         self._blocks = [block for block in (self.layer - 2, self.layer) if block >= 0]
         self.dim += len(self._blocks) * self.seen.dim
@@ -290,17 +316,15 @@ class Glance(Pixels):
         """Return patches of images [B, 3, S, S]: the 3 p p numbers of their pixels, then their features."""
         pixels, about = super().tokens(images, signals), self.seen.preprocessing
         mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (about.mean, about.std))
-        shrink, down, across = (matrix.to(images) for matrix in (self._shrink, *self._spread))
+        shrink, spread = self._shrink.to(images), self._spread.to(images)
         small = (shrink @ images @ shrink.T - mean) / std
         seen: list[Tensor] = self.model.forward_intermediates(
             small, indices=self._blocks, norm=True, stop_early=True, output_fmt="NLC", intermediates_only=True
         )
-        features = down @ torch.cat(seen, 2).transpose(1, 2).unflatten(2, self.seen.grid) @ across.T
-        return replace(pixels, patches=torch.cat([pixels.patches, features.flatten(2).transpose(1, 2)], 2))
+        return replace(pixels, patches=torch.cat([pixels.patches, spread @ torch.cat(seen, 2)], 2))
 
 
 def _bilinear(inputs: int, outputs: int) -> Tensor:
-    """Return the matrix [outputs, inputs] that interpolates linearly."""
     return F.interpolate(torch.eye(inputs).unsqueeze(0), outputs, mode="linear").squeeze(0).T.contiguous()
 
 
@@ -353,23 +377,19 @@ def find_recipe(name: str) -> Recipe | None:
 
 
 def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
-    """Build a model without its weights: from a recipe, or the timm model `name`."""
     if recipe is None and not timm.is_model(name.split(".")[0]):
         known = timm.list_models(["*vit*", "eva*", "beit*", "deit*"], pretrained=True)
         close = difflib.get_close_matches(name, [*PACKAGED, *PUBLISHED, PIXELS, *known], n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise RequestError(
-            f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, 'hf:owner/name' or 'embedded'."
-        )
+        advice = "Use the name of a timm vision transformer, 'hf:owner/name' or 'embedded'."
+        raise RequestError(f"Unknown backbone '{name}'.{hint} {advice}")
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
     try:
         model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
     except TypeError:  # convolutions have no `img_size`
         raise no_grid(name) from None
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise RequestError(
-            f"timm cannot build '{name}' as a vision transformer for images of {image_size} pixels: {error}"
-        ) from None
+        raise RequestError(f"timm cannot build '{name}' for images of {image_size} pixels: {error}") from None
     if recipe:
         model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
     encoder_of(model, name)
@@ -392,9 +412,7 @@ def load_weights(model: Model, path: Path) -> None:
     try:
         state = filter_fn(state, model)
     except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
-        raise RequestError(
-            f"{path} does not contain the weights of this backbone ({error}). Check `backbone` and `weights`."
-        ) from None
+        raise RequestError(f"{path} has not the weights of this backbone ({error}). Check `backbone` and `weights`.") from None
     expected = model.state_dict()
     # A published checkpoint may contain a classifier, which the backbone does not have.
     classifier = model.pretrained_cfg.get("classifier") or ()
@@ -408,7 +426,7 @@ def load_weights(model: Model, path: Path) -> None:
     }
     problems = "\n".join(f"  {what} ({len(keys)}): {listed(keys)}" for what, keys in differences.items() if keys)
     if problems:
-        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
+        raise RequestError(f"{path} has not the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
     model.load_state_dict(state, strict=True)
 
 
@@ -451,7 +469,6 @@ def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> 
 
 
 def _remember(path: Path, sha256: str) -> None:
-    """Note where these weights are, before the other places that still have them."""
     place = str(path.absolute())
     others = [str(known) for known in _remembered(sha256) if str(known) != place]
     with suppress(OSError, MedTokenBudgetError):  # a user without a home directory names the weights again
@@ -473,12 +490,9 @@ def _note(sha256: str) -> Path:
 
 
 def _from_hub(name: str, model: Model) -> Path:
-    """Return the published safetensors file in the cache of huggingface_hub, downloaded if needed."""
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
-        raise WorkError(
-            f"No weights are published for '{name}'. Pass a safetensors file as `weights`, or use `backbone=\"embedded\"`."
-        )
+        raise WorkError(f"No weights are published for '{name}'. Pass a file as `weights`, or use `backbone=\"embedded\"`.")
     try:
         return fetch(source, "model.safetensors")
     except Exception as error:  # errors of the hub's client, of its transport and of the system
@@ -489,7 +503,6 @@ def _from_hub(name: str, model: Model) -> Path:
 
 
 def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Backbone:
-    """Load a vision model of transformers from its folder or from the hub, from safetensors alone."""
     try:
         from transformers import AutoModel
     except ImportError:
@@ -511,7 +524,6 @@ def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Ba
 
 
 def _shared_name(name: str) -> str:
-    """Return the name of a backbone without folders of this machine."""
     folder = name.removeprefix(HUB)
     if find_recipe(name) is None and not (name.startswith(HUB) and Path(folder).is_dir()):
         return name

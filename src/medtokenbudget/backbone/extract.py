@@ -25,16 +25,15 @@ from medtokenbudget.backbone import store as stores
 from medtokenbudget.backbone import views
 from medtokenbudget.backbone.annotations import hashes_of, reason
 from medtokenbudget.backbone.attention import REGISTRY
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import Backbone, luminance
 from medtokenbudget.backbone.partial import Early
-from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Planned, Record, Row, Shards
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import check_same, claim, exclusive, remove, remove_leftovers, sha256_file, write_lines
-from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
-from medtokenbudget.runtime import cpu_threads, idle_threads, progress, resolve_device, say, worker_devices
+from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
+from medtokenbudget.runtime import cpu_threads, idle_threads, ordered_map, progress, resolve_device, say, worker_devices
 from medtokenbudget.tokens import SEGMENTATION
 
 SEGMENTER = "segmenter.json"
@@ -64,22 +63,12 @@ def extract(
     """Add what `store` does not have of the images of `manifest`, and open it with the manifest.
 
     Images are known by the content of their files: labels, masks, splits and names may change without extracting anything again.
-    Images that could not be read before are tried again.
-
-    Args:
-        manifest: The images.
-        store: Folder of the store; it is made if it does not exist.
-        backbone: Name, weights and settings of the frozen backbone, or the loaded backbone (in one process).
-        config: Views, number format and how to work.
-        engine: 'local', or 'ray' for a cluster. There, the store must be on a file system that all nodes share, and images and
-            weights on paths that all nodes can read.
-        shards: (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the returned store
-            may then be incomplete (`missing`).
-        address: Address of a running Ray cluster.
-        early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
+    Images that could not be read before are tried again. For the engine 'ray', store, images and weights must be on paths that all
+    nodes share. `shards` (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the
+    returned store may then be incomplete (`missing`). `early` routes before or inside the backbone; what it needs is saved in the
+    folder `router`.
 
     Raises:
-        RequestError: The request cannot be carried out.
         MismatchError: The store was made with other settings.
     """
     config, path = config or ExtractConfig(), Path(store)
@@ -112,17 +101,10 @@ def extract(
             config = replace(config, threads=threads, workers=config.workers or max(2, threads))
         absolute = path.resolve()  # the workers of a cluster have other working directories
         with progress(total=max(rows, left), initial=max(0, rows - left), what="Extracting", unit="image") as bar:
-            for _ in run_units(
-                units,
-                partial(make_shards, absolute, config, stores.settings_hash(settings)),
-                execution,
-                processes=processes,
-                device=config.device,
-                cores=max(1, config.threads),
-                state=loaded,
-                open_worker=partial(open_backbone, absolute, backbone, loaded.fingerprint),
-                advance=bar.update,
-            ):
+            where: dict[str, Any] = {"processes": processes, "device": config.device, "cores": max(1, config.threads)}
+            worker = partial(open_backbone, absolute, backbone, loaded.fingerprint)
+            make = partial(make_shards, absolute, config, stores.settings_hash(settings))
+            for _ in run_units(units, make, execution, state=loaded, open_worker=worker, advance=bar.update, **where):
                 pass
         opened = FeatureStore.open(path, manifest, partial=True)
         if not opened.missing:
@@ -132,12 +114,7 @@ def extract(
 
 
 def _check_request(
-    manifest: Manifest,
-    path: Path,
-    config: ExtractConfig,
-    execution: Execution,
-    shards: tuple[int, int] | None,
-    early: Early | None,
+    manifest: Manifest, path: Path, config: ExtractConfig, execution: Execution, shards: tuple[int, int] | None, early: Any
 ) -> None:
     """Raise a RequestError for what no extraction of this manifest can follow, before the backbone is loaded."""
     if early is not None and (execution.engine != "local" or config.jobs != 1):
@@ -174,24 +151,12 @@ def _image_folders(manifest: Manifest) -> set[Path]:
 
 
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
-    """Return the content of `store.json`: everything that the numbers in the store depend on, except the images."""
-    settings = {
-        "format": stores.FORMAT,
-        "backbone": fingerprint,
-        "weights": None if weights is None else weights.name,
-        "keep": "patches" if fingerprint.get("route") is None else "routed",
-        "dtype": config.dtype,
-        "precision": config.precision,
-        "view_seed": config.view_seed,
-        "shard_size": config.shard_size,
-        "batch_size": config.batch_size,
-    }
+    keep = "patches" if fingerprint.get("route") is None else "routed"
+    settings = {"format": stores.FORMAT, "backbone": fingerprint, "weights": weights and weights.name, "keep": keep}
+    settings |= {name: getattr(config, name) for name in ("dtype", "precision", "view_seed", "shard_size", "batch_size")}
     # As it is read back: JSON turns tuples into lists.
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
-
-
-# What to do ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,7 +190,6 @@ class ShardUnit:
 def _plan_units(
     store: Path, manifest: Manifest, backbone: Backbone, config: ExtractConfig, shards: tuple[int, int]
 ) -> tuple[list[ShardUnit], int]:
-    """Plan what is not planned yet, and return what is left to do, and how many rows there are in all."""
     items = _items(manifest, config, *hashes_of(store, manifest))
     before = stores.read_plan(store)
     finished = stores.finished_shards(store, before)
@@ -347,9 +311,6 @@ def add_segmentation(store: FeatureStore, manifest: Manifest, segmenter: Segment
                 pass
 
 
-# Doing it ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Computed:
     """The rows of a shard that are computed so far; `parts` are the arrays of its batches by field."""
@@ -372,7 +333,6 @@ class _Computed:
 
 
 def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, Any], device: str) -> Backbone:
-    """Load the backbone of a worker process, which must be the one that the store was begun with."""
     require_shared(store / stores.STORE)
     backbone = Backbone.load(config, resolve_device(device))
     check_same("The backbone of a worker", fingerprint, backbone.fingerprint, "Use the same weights on all nodes.")
@@ -401,7 +361,6 @@ def make_shards(
 
 
 def _decode(items: tuple[Item, ...], backbone: Backbone | Segmenter, view_seed: int) -> list[_Decoded | FailedRow]:
-    """Decode an image once and make its views, or say why a view cannot be had."""
     first = items[0]
     try:
         if not first.image_file:
@@ -448,10 +407,8 @@ def _compute(
                 advance(len(part))
                 batch = batch[len(part) :]
             elif len(part) == 1:
-                raise WorkError(
-                    f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller "
-                    "backbone."
-                )
+                advice = "Close other programs, or use a smaller backbone."
+                raise WorkError(f"Not enough memory on {backbone.device} for a batch of one image. {advice}")
             else:
                 made.batch_size = len(part) // 2
                 batches = f"Continuing shard {unit.index} with batches of {made.batch_size}."
@@ -501,7 +458,6 @@ def _fields(
 
 
 def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> None:
-    """Write the fields, then the record: only then the shard counts."""
     if unit.record is None:
         remove(stores.record_path(store, unit.index))  # while its files change, the shard does not exist
         names = sorted(made.parts) if made.rows else []
@@ -514,11 +470,7 @@ def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> No
 
 
 def _add_signals(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, stores.Field]:
-    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay.
-
-    Raises:
-        WorkError: The backbone gives other tokens than the shard has, so that the signals would not belong to them.
-    """
+    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay."""
     if not made.rows and not any(failure.kind == "tokens" for failure in made.failures):
         return {}
     place_of = {row.key: place for place, row in enumerate(record.rows)}

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from medtokenbudget.backbone.attention import REGISTRY, AttentionTap, reduce_attention
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.encoders import Places, PlainViT, partial_encoder
-from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 
 Way = Literal["scout", "inside"]
@@ -69,8 +68,8 @@ def prune(x: Tensor, indices: Tensor, real: Tensor | None, prefix: int) -> tuple
 class EarlyRoute:
     """How a backbone is routed early."""
 
-    way: Way
-    """'scout' chooses patches before block 0, 'inside' before `block`."""
+    block: int
+    """First block that runs on the kept patches: 0 for 'scout'."""
     k: int
     """Number of patches that are kept: those with the highest scores."""
     score: Callable[[Any], Tensor]
@@ -83,8 +82,6 @@ class EarlyRoute:
     """All of this as JSON values, with the hash of the router; part of the backbone's fingerprint."""
     requires: tuple[str, ...] = ()
     """Fields of the `TokenBatch` that `score` reads in addition to the patches ('inside')."""
-    block: int = 4
-    """First block that runs on the kept patches ('inside')."""
 
 
 class Early(Protocol):
@@ -99,19 +96,19 @@ class EarlyBackbone(Backbone):
     """A backbone with an early route. It takes over the network of `dense`, which is not to be used any more.
 
     Raises:
-        RequestError: The backbone cannot run on a part of its patches, or the route does not fit it.
+        RequestError: The backbone cannot run on a part of its patches.
     """
 
     def __init__(self, dense: Backbone, route: EarlyRoute) -> None:
         self.__dict__.update(vars(dense))
-        _check_route(dense, route)
+        partial_encoder(dense.model, dense.config.name)
         self.route = route
         self.fingerprint = {**dense.fingerprint, "route": route.settings}
         # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
         for block in self.encoder.blocks:
             block._forward_pre_hooks.clear()
             block._forward_hooks.clear()
-        if route.way == "inside" and route.requires:
+        if route.block and route.requires:
             self._tap = AttentionTap(self.encoder.blocks[route.block - 1], self.config.name)
 
     @property
@@ -124,15 +121,14 @@ class EarlyBackbone(Backbone):
 
         def choose(x: Tensor | None) -> Chosen:
             if x is None:
-                scores = self.route.score(resize(self.preprocessing.denormalize(images), (self.route.size, self.route.size)))
+                scores = self.route.score(self.preprocessing.denormalize(resize(images, (self.route.size, self.route.size))))
                 scores = resize_scores(scores, self.route.grid, self.grid)
             else:
                 scores = self.route.score(self._seen(x))
             return scores.topk(self.route.k, dim=1).indices, None
 
-        block = 0 if self.route.way == "scout" else self.route.block
         assert isinstance(self.encoder, PlainViT)
-        x, places = routed_pass(self.encoder, images, choose, block, self.layer + 1)
+        x, places = routed_pass(self.encoder, images, choose, self.route.block, self.layer + 1)
         x = self.encoder.norm(x)
         cls = x[:, 0] if self.has_cls else None
         return TokenBatch(x[:, self.prefix :], self.grid, cls=cls, places=places.indices)
@@ -157,28 +153,6 @@ def block_tokens(
     return replace(tokens, **values)
 
 
-def _check_route(dense: Backbone, route: EarlyRoute) -> None:
-    (h, w), (sh, sw), size = dense.grid, route.grid, dense.preprocessing.image_size
-    partial_encoder(dense.model, dense.config.name)
-    if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size < route.size):
-        raise RequestError(
-            f"The scout looks at {sh} x {sw} patches of {route.size} pixels, but the backbone has {h} x {w} patches of {size} "
-            f"pixels. Each patch of the scout must cover a whole number of the backbone's: choose a backbone, an `image_size` or a "
-            "`router` whose grid fits."
-        )
-    if route.way == "inside" and not 1 <= route.block <= dense.layer:
-        raise RequestError(
-            f"`route` block:{route.block} does not exist: tokens come from block {dense.layer}, so it can be block:1 to "
-            f"block:{dense.layer}."
-        )
-    if route.way == "inside" and "rollout" in route.requires:
-        raise RequestError("A router inside the backbone cannot read rollout, which needs all blocks. Use another `router`.")
-    if route.way == "inside" and route.grid != dense.grid:
-        raise RequestError(
-            f"The router scores {sh} x {sw} patches, but the backbone has {h} x {w}. Use the router of this backbone."
-        )
-
-
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize images [B, C, H, W]: by means of rectangles where the size divides theirs, otherwise bilinearly without aliasing."""
     (height, width), (h, w) = images.shape[-2:], size
@@ -186,8 +160,9 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
         return images
     if height % h == 0 and width % w == 0:
         return F.avg_pool2d(images, (height // h, width // w))
-    if height <= h and width <= w:
-        return F.interpolate(images, size=size, mode="bilinear", align_corners=False)
+    smaller = height > h or width > w
+    if not (smaller and torch.compiler.is_compiling()):
+        return F.interpolate(images, size=size, mode="bilinear", align_corners=False, antialias=smaller)
     return _triangles(height, h, images.device) @ images @ _triangles(width, w, images.device).T
 
 

@@ -31,8 +31,7 @@ from medtokenbudget.backbone.views import IDENTITY, Geometry, view_order
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
 from medtokenbudget.files import atomic_write, read_json, read_sealed, sha256_json, unsealed, write_sealed
-from medtokenbudget.jobs import ordered_map
-from medtokenbudget.runtime import progress
+from medtokenbudget.runtime import ordered_map, progress
 from medtokenbudget.tokens import SEGMENTATION, SIGNALS, TokenBatch
 
 FORMAT = 5
@@ -56,25 +55,19 @@ _PIECE = 1 << 15
 _WIDE = torch.complex128
 """The longest element type, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
 
-# Settings and plan ----------------------------------------------------------------------------------------------------
-
 
 def read_settings(store: Path) -> dict[str, Any]:
-    """Read `store.json`, with a message if this is no store, one of another version, or a damaged one."""
     if not (store / STORE).is_file():
         raise RequestError(f"{store} is not a token store: it has no {STORE}. Create one with `mtb extract`.")
     settings = read_json(store / STORE)
     version = settings.get("format") if isinstance(settings, dict) else None
     if version != FORMAT:
-        raise RequestError(
-            f"{store} has store format {version!r}, but this version reads format {FORMAT}. "
-            "Run `mtb extract` to extract it again into a new folder."
-        )
+        advice = "Run `mtb extract` to extract it again into a new folder."
+        raise RequestError(f"{store} has store format {version!r}, but this version reads format {FORMAT}. {advice}")
     return unsealed(store / STORE, settings, "Restore the file, or extract into another folder.")
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    """Hash the settings that the numbers depend on; every shard records it."""
     return sha256_json({key: value for key, value in settings.items() if key not in NOT_IDENTITY})
 
 
@@ -88,11 +81,7 @@ def read_plan(store: Path) -> Shards:
 
 
 def write_plan(store: Path, shards: Shards) -> None:
-    """Write which rows belong to which shard."""
     write_sealed(store / PLAN, {str(number): rows for number, rows in sorted(shards.items())}, compact=True)
-
-
-# The record of a shard ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,7 +157,6 @@ class Record:
 
     @property
     def keys(self) -> list[Key]:
-        """Every row that the shard was to hold, made or not."""
         return [row.key for row in self.rows] + [failure.key for failure in self.failures]
 
     def write(self, store: Path, index: int) -> None:
@@ -183,7 +171,6 @@ class Record:
 
     @staticmethod
     def read(store: Path, index: int) -> Record | None:
-        """Read the record of a shard; None if it is missing or damaged."""
         try:
             value = read_sealed(record_path(store, index), "")
             rows = tuple(Row(image, view, (w, h), Geometry.from_json(geometry)) for image, view, (w, h), geometry in value["rows"])
@@ -195,12 +182,10 @@ class Record:
 
 
 def record_path(store: Path, index: int) -> Path:
-    """Return the JSON file of a shard."""
     return store / f"shard-{index:05d}.json"
 
 
 def field_path(store: Path, index: int, name: str) -> Path:
-    """Return the file of a field of a shard."""
     return store / f"{name}-{index:05d}.npy"
 
 
@@ -215,7 +200,6 @@ def check_shard(store: Path, index: int, planned: Sequence[Key]) -> tuple[Record
 
 
 def finished_shards(store: Path, shards: Shards) -> dict[int, Record]:
-    """Read the records of the planned shards that are finished, by number."""
     records = {index: check_shard(store, index, keys)[0] for index, keys in shards.items()}
     return {index: record for index, record in records.items() if record is not None}
 
@@ -233,11 +217,7 @@ def write_field(store: Path, index: int, name: str, values: np.ndarray, missing:
 
 
 class MappedField:
-    """The file of a field, memory-mapped: nothing is read before it is touched.
-
-    Raises:
-        WorkError: The file is not the one that was recorded.
-    """
+    """The file of a field, memory-mapped: nothing is read before it is touched."""
 
     def __init__(self, store: Path, index: int, name: str, field: Field) -> None:
         self.path, self.field = field_path(store, index, name), field
@@ -277,9 +257,6 @@ class MappedField:
 
     def _damaged(self) -> WorkError:
         return WorkError(f"{self.path} is damaged. Delete it and run the same `mtb extract` again: only this shard is made again.")
-
-
-# The store ------------------------------------------------------------------------------------------------------------
 
 
 class FeatureStore:
@@ -364,7 +341,6 @@ class FeatureStore:
         return store
 
     def annotated(self, manifest: Manifest) -> FeatureStore:
-        """Show the same tokens through another manifest."""
         annotation = annotate(self.path, self.grid, self.stored, self.failures, manifest)
         return FeatureStore(self.path, self.config, self.shards, self.records, annotation)
 
@@ -376,7 +352,6 @@ class FeatureStore:
 
     @property
     def n(self) -> int:
-        """Number of patches N."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -432,7 +407,6 @@ class FeatureStore:
 
     @cached_property
     def _rows_of_image(self) -> dict[str, dict[str, int]]:
-        """Row numbers by image and view."""
         rows: dict[str, dict[str, int]] = {}
         for row, (name, view) in enumerate(zip(self.ids, self.views)):
             rows.setdefault(name, {})[view] = row
@@ -458,7 +432,6 @@ class FeatureStore:
 
     @cached_property
     def _rows_with(self) -> Counter[str]:
-        """How many rows carry each field."""
         counts: Counter[str] = Counter()
         for shard in np.unique(self._shard).tolist():
             places = self._place[self._shard == shard].tolist()
@@ -472,7 +445,6 @@ class FeatureStore:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The signals that all rows carry."""
         return tuple(name for name in (*SIGNALS, SEGMENTATION) if self.has(name))
 
     def require_signals(self, names: Sequence[str]) -> None:
@@ -503,16 +475,10 @@ class FeatureStore:
         dtype: torch.dtype = torch.float32,
         signals: Sequence[str] = (),
     ) -> Iterator[TokenBatch]:
-        """Read rows in batches.
+        """Read rows in batches of `batch_size`, shuffled by `generator` if given; two threads read `prefetch` batches ahead, 0 uses
+        none.
 
-        Args:
-            rows: Row numbers.
-            batch_size: Rows per batch; the last batch may be smaller.
-            generator: Shuffles the rows, if given.
-            prefetch: Batches that two threads read ahead; 0 uses no threads.
-            dtype: Type of the tokens.
-            signals: Signals to read in addition to the default ones, such as `selector.requires`; names of other fields are
-                ignored.
+        `signals` are read in addition to the default ones, such as `selector.requires`; names of other fields are ignored.
         """
         order = self._checked(rows, signals)
         if batch_size < 1:
@@ -556,22 +522,16 @@ class FeatureStore:
         return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
 
     def _map(self, shard: int, field: str) -> MappedField:
-        """Map a field of a shard, once."""
         key = (shard, field)
         if key not in self._maps:
             self._maps[key] = MappedField(self.path, shard, field, self.records[shard].fields[field])
         return self._maps[key]
 
     def verify(self, manifest: Manifest) -> None:
-        """Read every file and every image of the manifest, and compare them with what was extracted.
-
-        Raises:
-            WorkError: Files are damaged, or images changed.
-        """
+        """Read every file and every image of the manifest, and compare them with what was extracted."""
         if bad := self.damaged():
-            raise WorkError(
-                f"Damaged files in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
-            )
+            advice = "Delete them and run the same `mtb extract` command again."
+            raise WorkError(f"Damaged files in {self.path}: {', '.join(bad)}. {advice}")
         index = FileIndex(self.path)
         images = index.hashes((manifest.image_path(i) for i in range(len(manifest))), again=True)
         index.save()
@@ -630,8 +590,6 @@ def info(path: Path | str) -> dict[str, Any]:
     }
 
 
-# How rows reach a batch: joined without Python between them, in reused buffers -----------------------------------------
-
 _madvise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_WILLNEED") else None
 """The system's madvise, if there is one; Python's own needs a map that keeps a file open."""
 if _madvise is not None:
@@ -667,7 +625,6 @@ class _BufferPool:
         self._free: dict[Any, list[np.ndarray]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Give an uninitialized tensor of `shape`."""
         free = self._free.setdefault((shape, dtype), [])
         try:
             memory = free.pop()

@@ -83,9 +83,9 @@ class Geometry:
     color: tuple[float, float, float] | None = None
 
     def of(self, picture: Image.Image) -> Image.Image:
-        """Return the view of an image, or of a mask that shows the same frame at any size."""
         if self.box is not None:
-            picture = _crop(picture, self.box)
+            left, top, right, bottom = _pixels(self.box, *picture.size)
+            picture = picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
         if self.color is not None and picture.mode == "RGB":
             for change, factor in zip((ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), self.color):
                 picture = change(picture).enhance(factor)
@@ -103,11 +103,7 @@ class Geometry:
 
 
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
-    """Return the geometry of a view; drawn views depend on the image's seed, off-center crops also on the mask.
-
-    Raises:
-        ViewError: There is no mask, or no crop of this lesion.
-    """
+    """Return the geometry of a view; drawn views depend on the image's seed, off-center crops also on the mask."""
     if _number(view, AUGMENTED):
         draw = np.random.default_rng(image_seed(seed, view))
         brightness, contrast, saturation = (1 - COLOR + 2 * COLOR * draw.random(3)).tolist()
@@ -132,7 +128,6 @@ def view_order(view: str) -> int:
 
 
 def is_off_center(view: str) -> bool:
-    """Tell whether a view is an off-center crop."""
     return _number(view, OFF_CENTER) > 0
 
 
@@ -147,12 +142,6 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
     Each side of a crop is half to three quarters of that of the image. The distance is measured from the center of the crop to the
     centroid of the lesion inside it, in sides of the crop. Masks larger than 256 pixels are reduced to 256 first.
-
-    Returns:
-        Left, top, right and bottom in [0, 1].
-
-    Raises:
-        ViewError: The mask is empty, or the lesion is too large.
     """
     lesion = _reduced(mask)
     height, width = lesion.shape
@@ -181,7 +170,6 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
 
 def _reduced(mask: Image.Image) -> np.ndarray:
-    """Return lesion pixels, bool, with at most 256 per side."""
     scale = _SEARCH_SIZE / max(mask.size)
     gray = mask.convert("L")
     if scale < 1:
@@ -192,8 +180,3 @@ def _reduced(mask: Image.Image) -> np.ndarray:
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     left, top, right, bottom = box
     return round(left * width), round(top * height), round(right * width), round(bottom * height)
-
-
-def _crop(image: Image.Image, box: Box) -> Image.Image:
-    left, top, right, bottom = _pixels(box, *image.size)
-    return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))

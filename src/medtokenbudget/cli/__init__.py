@@ -61,14 +61,7 @@ def command(name: str) -> type[Command]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: The words after `mtb`; None takes them from the process.
-
-    Returns:
-        The exit code: 0 for success, 1 if the work failed, 2 if the request was wrong.
-    """
+    """Run the command in `argv`, by default that of the process. Return 0 for success, 1 if work failed, 2 for a wrong request."""
     words = list(sys.argv[1:] if argv is None else argv)
     group = words[:1] if words and words[0] in GROUPS else []
     before, rest = [*group, *words[len(group) : len(group) + 1]], words[len(group) + 1 :]

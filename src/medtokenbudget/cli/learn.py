@@ -80,7 +80,7 @@ class Extract(Command):
     """Name of a timm vision transformer, 'embedded', or a folder written by tools/distill.py."""
     segmenter: str | None = None
     """Run or model folder of a segmenter (`mtb train` with `recipe="scout"`) that was trained on this manifest. Its scores of every
-    row are stored for the control `segmenter`."""
+    row are stored for the control of that name."""
     verify: bool = False
     """Compare all shards and images with their stored hashes at the end."""
     transformer: BackboneConfig
@@ -290,7 +290,7 @@ class Sweep(ManyTrainings):
     example = "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats:lesion-first random center --seeds 42 43 44"
 
     methods: tuple[str, ...] = DEFAULT_METHODS
-    """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first; or `protocol`: the rows, budgets
+    """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first; or 'protocol': the rows, budgets
     and seeds of the benchmark protocol."""
     heads: tuple[str, ...] | None = None
     """Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it."""

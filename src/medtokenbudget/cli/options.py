@@ -188,15 +188,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
-    """Read the words after a command, and the file and the preset that they name.
-
-    Returns:
-        The command, or None after `--print-config`.
-
-    Raises:
-        RequestError: A value or the configuration file is wrong.
-        SystemExit: tyro showed the help (0), or what it could not read (2).
-    """
+    """Read the words after a command, and the file and the preset that they name; None after `--print-config`."""
     known = options(command)
     typed = {word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     file = _value_of("--config", words)

@@ -50,9 +50,9 @@ class WriteReport(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command):
-    """Take a tour on drawn images, offline and on a CPU: ready-made router, training, sweep, report.
+    """Take a tour on drawn images, offline and on a CPU: packaged router, training, sweep, report.
 
-    It routes drawn samples with the ready-made router; draws dermoscopic images, extracts their tokens with the embedded backbone,
+    It routes drawn samples with the packaged router; draws dermoscopic images, extracts their tokens with the embedded backbone,
     trains routers and the heads of the other methods and evaluates them at ten budgets; and writes a report. If it is stopped, the
     same command resumes.
     """
@@ -77,9 +77,9 @@ class Demo(Command):
         say(
             f"Report: {page}. Next:\n"
             f"  open {page} in a browser: what was kept, at every budget, next to the controls\n"
-            "  mtb route YOUR_IMAGES --overlay --out routed: the ready-made router on your own images\n"
+            "  mtb route YOUR_IMAGES --overlay --out routed: the packaged router on your own images\n"
             f"  mtb explore {self.out / 'model'}: look at patches, scores and budgets in the browser\n"
-            "  docs/getting-started.md: train a router on your own images and masks"
+            "  docs/training.md: train a router on your own images and masks"
         )
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tyro.conf import Positional
 
 from medtokenbudget.cli.options import Command, Engine
-from medtokenbudget.config import HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig, Share
+from medtokenbudget.config import HEADLINE_BUDGETS, Budget, RouteConfig, ServeConfig
 from medtokenbudget.errors import RequestError
 from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.model import Guarantee, MedTokenBudget
-    from medtokenbudget.model.batch import RouteConfig, Routed
+    from medtokenbudget.model.batch import Routed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,50 +29,24 @@ class Infer(Command):
     """Image files, folders, globs, or a manifest (.parquet)."""
     out: Path
     model: str
-    budget: Budget | None = None
-    """Share of the patches to keep, such as 0.3 or 30%. Default: that of the model, or {DEFAULT_BUDGET}."""
-    retention: Share | None = None
-    """Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it."""
-    coverage: Share | None = None
-    """With `retention`: the calibrated share of images that keep at least so much. Default: the promise on average."""
-    selector: str | None = None
-    """Method to use. Default: the model's main method. The model's README.md lists all of them."""
-    overlay: bool = False
-    """Also draw the kept patches of each image, in overlays/ next to the table."""
-    tokens: bool = False
-    """Also write the kept tokens, to tokens.safetensors next to the table."""
-    tokens_dtype: Literal["fp16", "fp32"] = "fp16"
-    """Number format of the tokens that `tokens` writes."""
     weights: Path | None = None
     """Weights of the backbone, if they are not where the model expects them."""
     device: str = "auto"
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
-    batch_size: Count = 16
-    """Images per forward pass."""
-    workers: Parallel = 2
-    """Threads that decode images."""
+    routing: RouteConfig
 
-    def prepare(self, **further: Any) -> tuple[MedTokenBudget, RouteConfig]:
-        """Load the model, and return it with the settings that the options ask for."""
-        self.require_effect(self.tokens, "`tokens`", "tokens_dtype")
+    def load(self) -> MedTokenBudget:
+        """Load the model, after a check of the options that need no model."""
+        self.require_effect(self.routing.tokens, "`tokens`", "tokens_dtype")
 
         from medtokenbudget.model import load
-        from medtokenbudget.model.batch import RouteConfig
 
-        model = load(self.model, weights=self.weights, device=self.device)
-        settings = {entry.name: getattr(self, entry.name) for entry in fields(RouteConfig) if hasattr(self, entry.name)}
-        amount = model.amount(self.budget, self.retention, self.coverage, self.selector)
-        return model, RouteConfig(**{**settings, **further, "budget": amount})
+        return load(self.model, weights=self.weights, device=self.device)
 
 
 @dataclass(frozen=True)
-class ManyImages(Engine):
-    """For long runs and clusters."""
-
-    shard_size: Natural = 0
-    """Images per file of a table in shards (routes/), which a stopped command resumes. 0: one table; 1000 on Ray."""
-    jobs: Parallel = 1
-    """Processes that share the work, in shards; they divide the GPUs of the machine. 0: one per GPU, or one per core."""
+class OnCluster(Engine):
+    """For clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +68,16 @@ class Route(Infer):
     """Tokens of the images of one manifest, by `mtb extract`: read instead of running the backbone."""
     masks: Path | None = None
     """Folder with lesion masks (a.png, a_mask.png, a_segmentation.png and the like for a.jpg), to measure how much is kept."""
-    mask: bool = False
-    """Also write the lesion as a mask, in masks/; the table names its file."""
-    box: bool = False
-    """Also write boxes to the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
-    crop: bool = False
-    """Also write a crop of the largest lesion, in crops/; the table names its file."""
-    table: Literal["parquet", "csv"] = "parquet"
-    """Format of the table."""
-    many: ManyImages
+    cluster: OnCluster
 
     def run(self) -> None:
-        self.require_effect(self.many.engine == "ray", '`engine="ray"`', "address")
-        self.require_effect(self.many.engine == "local", '`engine="local"`', "jobs")
+        self.require_effect(self.cluster.engine == "ray", '`engine="ray"`', "address")
+        self.require_effect(self.cluster.engine == "local", '`engine="local"`', "jobs")
 
-        from medtokenbudget.model.batch import route_files
+        from medtokenbudget.model.batch import amount_of, route_files
 
-        model, config = self.prepare(shard_size=self.many.shard_size, jobs=self.many.jobs)
-        routed = route_files(
-            list(self.images), self.out, model, self.masks, config, self.many.engine, self.many.address, self.store
-        )
+        model, config, where = self.load(), self.routing, (self.cluster.engine, self.cluster.address)
+        routed = route_files(list(self.images), self.out, model, self.masks, config, *where, self.store)
         if routed.failed:
             say(_failures(routed))
         if routed.unfamiliar:
@@ -122,7 +86,7 @@ class Route(Infer):
                 "`unfamiliar`): do not rely on what was kept of them."
             )
         if routed.retention and routed.retention["router"].n:
-            print(_retention_table(routed, config.budget))
+            print(_retention_table(routed, amount_of(model, config)))
         say(f"Routed {routed.done:,} image{'' if routed.done == 1 else 's'} to {routed.table}.")
 
 
@@ -130,10 +94,9 @@ def _failures(counts: Any) -> str:
     return f"{counts.failed} of {counts.done + counts.failed} images could not be read. The reasons are in {counts.errors}."
 
 
-def _retention_table(routed: Routed, amount: float | Guarantee | None) -> str:
+def _retention_table(routed: Routed, amount: float | Guarantee) -> str:
     titles = {"router": "router", "center": "center (control)", "random": "random (expected)"}
     n = routed.retention["router"].n
-    assert amount is not None
     asked = f"budget {amount:g}" if isinstance(amount, float) else f"promised {amount.retention:g}"
     head = f"{f'{asked}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
     rows = [
@@ -151,6 +114,7 @@ class Predict(Infer):
     could be read.
     """
 
+    hidden = frozenset({"table", "mask", "box", "crop", "shard_size", "jobs"})
     example = "mtb predict photos/ 'more/*.png' --model runs/demo --budget 0.3 --overlay --out predictions.csv"
 
     model: str
@@ -161,12 +125,12 @@ class Predict(Infer):
     def run(self) -> None:
         from medtokenbudget.model.batch import predict_files
 
-        model, config = self.prepare()
-        summary = predict_files(list(self.images), self.out, model, config)
+        model = self.load()
+        summary = predict_files(list(self.images), self.out, model, self.routing)
         if summary.failed:
             say(_failures(summary))
-        where = f" and overlays to {self.out.parent / 'overlays'}" if self.overlay else ""
-        say(f"Wrote {summary.done} predictions of {self.selector or model.main} to {self.out}{where}.")
+        where = f" and overlays to {self.out.parent / 'overlays'}" if self.routing.overlay else ""
+        say(f"Wrote {summary.done} predictions of {self.routing.selector or model.main} to {self.out}{where}.")
 
 
 @dataclass(frozen=True, kw_only=True)

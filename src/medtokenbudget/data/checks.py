@@ -98,11 +98,9 @@ class Report:
 
     @property
     def fatal(self) -> bool:
-        """Whether a finding is fatal."""
         return any(finding.severity == "fatal" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return {**asdict(self), "fatal": self.fatal}
 
 
@@ -138,14 +136,12 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
 
 
 def without_broken(manifest: Manifest, report: Report) -> Manifest:
-    """Leave out the images that cannot be read, and the masks that cannot be used."""
     bad = set(report.broken["mask"])
     cleared = manifest.with_columns(mask=[None if row in bad else mask for row, mask in enumerate(manifest.rows["mask"])])
     return cleared.take(sorted(set(range(len(manifest))) - set(report.broken["image"])))
 
 
 def _read(manifest: Manifest, index: int) -> tuple[list[Problem], Fingerprint | None, int]:
-    """Read one row: its problems, the fingerprint of its image, and the lesion patches of its mask."""
     path, mask_path = manifest.image_path(index), manifest.mask_path(index)
     image, patches = None, 0
     problems: list[Problem] = []
@@ -201,7 +197,6 @@ def _split_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _findings(problems: Sequence[Problem], leaks_allowed: bool) -> list[Finding]:
-    """Gather problems by their kind, in the order of the report."""
     findings = []
     for kind, (severity, message) in _KINDS.items():
         if leaks_allowed and kind in ("duplicate-crosses", "group-crosses"):

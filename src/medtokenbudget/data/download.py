@@ -19,8 +19,9 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+import yaml
+
 from medtokenbudget.data.images import SUFFIXES
-from medtokenbudget.data.readers import GROUND_TRUTH, IMAGES, MASK_FOLDERS, METADATA
 from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
 from medtokenbudget.files import write_error
 from medtokenbudget.runtime import progress, say
@@ -32,15 +33,10 @@ _TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Archive:
-    """One file of a data set, as its owner publishes it.
+    """One file of a data set, as its owner publishes it, which `holds` so many `images`; 'sha256:...' or 'md5:...' is its checksum.
 
-    Attributes:
-        url: Official address.
-        holds: The file or folder that is there afterwards.
-        size: Bytes; None where no source states them.
-        checksum: 'sha256:...' or 'md5:...'; empty where none was found, and then only size and zip can be checked.
-        images: Images and masks inside; 0 for a table.
-        read_in: Where address, size and checksum were read. None of them could be tried when the table was written.
+    Size and checksum are empty where no source states them. `read_in` says where they were read: none of the addresses could be
+    tried.
     """
 
     url: str
@@ -69,138 +65,19 @@ class Dataset:
 
     @property
     def text(self) -> str:
-        """Say what is downloaded under which terms."""
         size = sum(archive.size or 0 for archive in self.archives)
         return f"{self.title}{f', {size / 1e6:,.0f} MB' if size else ''} ({self.page}). {self.terms}"
 
 
-_ISIC = "https://isic-challenge-data.s3.amazonaws.com"
-# Scripts of 2025 and later also use https://isic-archive.s3.amazonaws.com/challenges for the same files.
-_SITE = "address and license: the source of the challenge's site (ImageMarkup/stade, stade/core/templates/data/)"
-_RECORDS = f"{_SITE}; size and checksum: two public records of runs on the official file, which agree"
-_TORCH_EM = "address and checksum: torch-em, torch_em/data/datasets/medical/"
+def _read_datasets() -> dict[str, Dataset]:
+    sets = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {name: Dataset(**{**one, "archives": tuple(Archive(**file) for file in one["archives"])}) for name, one in sets.items()}
 
-DATASETS: dict[str, Dataset] = {
-    "isic2019": Dataset(
-        "ISIC 2019, training part",
-        "License: CC BY-NC 4.0, no commercial use. Cite HAM10000 (doi 10.1038/sdata.2018.161), BCN20000 (doi "
-        "10.1038/s41597-024-03387-w) and MSK (arXiv 1710.05006).",
-        "https://challenge.isic-archive.com/data/#2019",
-        (
-            Archive(
-                f"{_ISIC}/2019/{GROUND_TRUTH}",
-                GROUND_TRUTH,
-                1_291_479,
-                "sha256:aa88e9638fe4df9ef330dc4ba22fa4bd475c44af692fffb870c73091ab25cdcd",
-                0,
-                f"{_RECORDS}, and compared with a copy of the file",
-            ),
-            Archive(
-                f"{_ISIC}/2019/{METADATA}",
-                METADATA,
-                1_214_351,
-                "sha256:d93994a8ed201d474de9a7af7e17ec30929cbc4a5220659ecbde17cbe83e9316",
-                0,
-                f"{_RECORDS}, and compared with a copy of the file",
-            ),
-            Archive(
-                f"{_ISIC}/2019/{IMAGES}.zip",
-                IMAGES,
-                9_771_618_190,
-                "sha256:5075020b720c8f1b9b7f3ff85326c55ce0435e5906c41fbd338994feef886df1",
-                25_331,
-                _RECORDS,
-            ),
-        ),
-        "mtb data isic {out} --out isic.parquet",
-    ),
-    "isic2018-masks": Dataset(
-        "Lesion masks of ISIC 2018, task 1, training part",
-        "License: CC0, public domain. The authors ask to cite arXiv 1902.03368 and doi 10.1038/sdata.2018.161.",
-        "https://challenge.isic-archive.com/data/#2018",
-        (
-            Archive(
-                f"{_ISIC}/2018/{MASK_FOLDERS['isic2018']}.zip",
-                MASK_FOLDERS["isic2018"],
-                27_402_895,
-                "sha256:99f8b2bb3c4d6af483362010715f7e7d5d122d9f6c02cac0e0d15bef77c7604c",
-                2_594,
-                f"{_SITE}; checksum: torch-em, torch_em/data/datasets/medical/isic.py; size: a public download script",
-            ),
-        ),
-        "mtb data isic {out} --out isic.parquet",
-    ),
-    "ham10000-masks": Dataset(
-        "Lesion masks of HAM10000",
-        "License: CC BY-NC 4.0, no commercial use. Cite doi 10.1038/sdata.2018.161 and doi 10.1038/s41591-020-0942-0.",
-        "https://doi.org/10.7910/DVN/DBW86T",
-        (
-            Archive(
-                "https://dataverse.harvard.edu/api/access/datafile/3838943",
-                MASK_FOLDERS["ham10000"],
-                10_808_743,
-                "md5:6e8d252e09cfdb0189199f15985a5b84",
-                10_015,
-                "Harvard Dataverse publishes the MD5; address, size and MD5 as four public records quote them",
-                f"{MASK_FOLDERS['ham10000']}.zip",
-            ),
-        ),
-        "mtb data isic {out} --out isic.parquet",
-    ),
-    "kvasir-v2": Dataset(
-        "Kvasir v2",
-        "Terms: research and education only; other uses need the owner's written permission. Cite doi 10.1145/3083187.3083212.",
-        "https://datasets.simula.no/kvasir/",
-        (
-            Archive(
-                "https://datasets.simula.no/downloads/kvasir/kvasir-dataset-v2.zip",
-                "kvasir-dataset-v2",
-                2_489_312_085,
-                "",
-                8_000,
-                "address and size: logs of public downloads; no checksum was found",
-            ),
-        ),
-        "mtb data kvasir {out} --out kvasir.parquet",
-    ),
-    "kvasir-seg": Dataset(
-        "Kvasir-SEG",
-        "Terms: research and education only; other uses need the owner's written permission. Cite doi "
-        "10.1007/978-3-030-37734-2_37.",
-        "https://datasets.simula.no/kvasir-seg/",
-        (
-            Archive(
-                "https://datasets.simula.no/downloads/kvasir-seg.zip",
-                "Kvasir-SEG",
-                46_227_172,
-                "sha256:03b30e21d584e04facf49397a2576738fd626815771afbbf788f74a7153478f7",
-                2_000,
-                f"{_TORCH_EM}kvasir.py; size: a public record of a download",
-            ),
-        ),
-        "mtb data folder {out}/Kvasir-SEG/images --masks {out}/Kvasir-SEG/masks --out kvasir-seg.parquet",
-    ),
-    "busi": Dataset(
-        "Breast Ultrasound Images (BUSI)",
-        "Terms: the page names no license and asks to cite doi 10.1016/j.dib.2019.104863; use it for research.",
-        "https://scholar.cu.edu.eg/?q=afahmy/pages/dataset",
-        (
-            Archive(
-                "https://scholar.cu.edu.eg/Dataset_BUSI.zip",
-                "Dataset_BUSI_with_GT",
-                None,
-                "sha256:b2ce09f6063a31a73f628b6a6ee1245187cbaec225e93e563735691d68654de7",
-                1_578,
-                f"{_TORCH_EM}busi.py; no source states the size",
-            ),
-        ),
-        "mtb data folder {out}/Dataset_BUSI_with_GT --masks {out}/Dataset_BUSI_with_GT --out busi.parquet",
-    ),
-}
+
+DATASETS = _read_datasets()
 
 
 def dataset(name: str) -> Dataset:
-    """Return a public data set by its name."""
     if name not in DATASETS:
         raise UnknownNameError.of("public data set", name, DATASETS)
     return DATASETS[name]
@@ -211,14 +88,6 @@ def download(name: str, out: Path | str, accept_license: bool = False) -> list[P
 
     A broken download resumes with the next call. An archive that lies in `out` already, for example from a browser, is verified
     and unpacked instead of downloaded, and stays there.
-
-    Args:
-        name: Name of the data set, a key of `DATASETS`.
-        out: Folder to write to.
-        accept_license: Whether the user accepts its terms; nothing is downloaded otherwise.
-
-    Returns:
-        The files and folders of the data set.
     """
     asked, folder = dataset(name), Path(out)
     missing = [archive for archive in asked.archives if not _is_here(folder, archive)]
@@ -236,7 +105,6 @@ def download(name: str, out: Path | str, accept_license: bool = False) -> list[P
 
 
 def _is_here(folder: Path, archive: Archive) -> bool:
-    """Tell whether a file or folder is there; one that is incomplete and not ours to replace is an error."""
     target = folder / archive.holds
     if not target.exists():
         return False
@@ -274,7 +142,6 @@ def _require_space(folder: Path, needed: int) -> None:
 
 
 def _get(folder: Path, archive: Archive) -> None:
-    """Download, verify and unpack one file."""
     source = _source(folder, archive)
     ours = source.name.endswith(".part")
     if ours:
@@ -298,9 +165,6 @@ class _NotOfficial(Exception):
     """A file is not the official one."""
 
 
-# Over the network -----------------------------------------------------------------------------------------------------
-
-
 def _fetch(folder: Path, archive: Archive, part: Path) -> None:
     """Complete a partial file. A connection that breaks is opened again for as long as each one brings something."""
     if archive.size is not None and _bytes(part) > archive.size:
@@ -315,10 +179,8 @@ def _fetch(folder: Path, archive: Archive, part: Path) -> None:
                     return
                 reason = "the connection broke"
             except HTTPError as error:
-                raise WorkError(
-                    f"{host} answers {error.code} ({error.reason}) for {archive.url}. The file may have moved: get it from its "
-                    f"page, save it as {saved} and run the same command again."
-                ) from None
+                advice = f"The file may have moved: get it from its page, save it as {saved} and run the same command again."
+                raise WorkError(f"{host} answers {error.code} ({error.reason}) for {archive.url}. {advice}") from None
             except (OSError, HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             if _bytes(part) <= before:
@@ -329,7 +191,6 @@ def _fetch(folder: Path, archive: Archive, part: Path) -> None:
 
 
 def _receive(archive: Archive, part: Path, bar: Any) -> bool:
-    """Append to a partial file what a server sends, and tell whether it is complete."""
     start = _bytes(part)
     headers = {"User-Agent": "medtokenbudget"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
@@ -343,9 +204,8 @@ def _receive(archive: Archive, part: Path, bar: Any) -> bool:
         length = response.headers["Content-Length"]
         total = archive.size if length is None else start + int(length)
         if archive.size not in (None, total):
-            raise WorkError(
-                f"{archive.url} has {total:,} bytes, but the official file has {archive.size:,}. It may have changed: see its page."
-            )
+            advice = "It may have changed: see its page."
+            raise WorkError(f"{archive.url} has {total:,} bytes, but the official file has {archive.size:,}. {advice}")
         with open(part, "ab" if start else "wb", buffering=0) as stream:  # what a buffer holds would fail again on closing
             while block := response.read(_BLOCK):
                 start += _append(stream, block, part)
@@ -364,11 +224,7 @@ def _append(stream: FileIO, block: bytes, path: Path) -> int:
     return written
 
 
-# On the disk ----------------------------------------------------------------------------------------------------------
-
-
 def _verify(archive: Archive, path: Path) -> None:
-    """Compare size and checksum with the table."""
     if archive.size not in (None, _bytes(path)):
         raise _NotOfficial(f"{archive.file} has {_bytes(path):,} bytes, but the official file has {archive.size:,}.")
     kind, _, expected = archive.checksum.partition(":")

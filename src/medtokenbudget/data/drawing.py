@@ -74,7 +74,6 @@ class Canvas:
         return np.asarray(image.reduce(_SUPERSAMPLING), np.float32) / np.float32(255)
 
     def honeycomb(self, rng: np.random.Generator, period: float, wobble: float) -> tuple[Map, Map]:
-        """Draw a bent hexagonal lattice: its lines and its holes, both in [0, 1]."""
         bend = np.float32(wobble * period)
         x = self.x + bend * 1.6 * self.noise(rng, 0.22 / period)
         y = self.y + bend * 1.6 * self.noise(rng, 0.22 / period)
@@ -99,13 +98,8 @@ class Outline:
         """Draw a random outline: irregularity 0 is an ellipse, 1 the most irregular melanoma."""
         orders = np.arange(2, 8)
         size = irregularity * 0.28 * rng.standard_normal(orders.size) / orders
-        waves = np.column_stack(
-            [
-                rng.uniform(-1, 1, (4, 2)) * 2 * np.pi * 2.2,
-                rng.uniform(0, 2 * np.pi, (4, 1)),
-                rng.standard_normal((4, 2)) * 0.026 * irregularity,
-            ]
-        )
+        rate, phase = rng.uniform(-1, 1, (4, 2)) * 2 * np.pi * 2.2, rng.uniform(0, 2 * np.pi, (4, 1))
+        waves = np.column_stack([rate, phase, rng.standard_normal((4, 2)) * 0.026 * irregularity])
         bumps = (size * np.exp(1j * rng.uniform(0, 2 * np.pi, orders.size))).astype(np.complex64)
         aspect = float(np.clip(1 + abs(rng.normal(0, 0.22)), 1, 1.7))
         return cls(center, aspect, float(rng.uniform(0, np.pi)), bumps, waves)
@@ -177,15 +171,9 @@ class Lesion:
         """Draw `n` soft round or oval spots inside the lesion; radii are in image widths."""
         places = self.points(n, low, high)
         m, scale = len(places), self.detail
-        rows = np.column_stack(
-            [
-                places,
-                self.rng.uniform(radius[0] * scale, radius[1] * scale, m),
-                self.rng.uniform(1, aspect, m),
-                self.rng.uniform(0, np.pi, m),
-                self.rng.uniform(0.55, 1, m),
-            ]
-        )
+        # Radius, aspect, angle and strength of each.
+        ranges = ((radius[0] * scale, radius[1] * scale), (1, aspect), (0, np.pi), (0.55, 1))
+        rows = np.column_stack([places, *(self.rng.uniform(*span, m) for span in ranges)])
         return self.canvas.blobs(rows.tolist(), edge)
 
     def side(self) -> Map:
@@ -255,7 +243,6 @@ def melanoma(lesion: Lesion, skin: Pigments) -> None:
 
 
 def _rim_streaks(lesion: Lesion) -> Map:
-    """Draw short radial lines over part of the border."""
     rng = lesion.rng
     places, middle = lesion.points(46, 0.84, 0.98), lesion.points(200, 0.0, 0.3)
     if not len(places) or not len(middle):
@@ -340,7 +327,6 @@ def actinic_keratosis(lesion: Lesion, skin: Pigments) -> None:
 
 
 def _scale(lesion: Lesion, skin: Pigments, strength: float, threshold: float) -> None:
-    """Draw flakes of loose keratin: sharp-edged, bright, in groups."""
     flakes = smoothstep(threshold, threshold + 0.5, lesion.noise(34) * 0.6 + lesion.noise(9) * 0.8)
     skin.white += strength * flakes * (0.8 + 0.25 * lesion.noise(60))
 
@@ -425,7 +411,6 @@ def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> None:
 
 
 def _loops(lesion: Lesion, n: int) -> Map:
-    """Draw hairpin vessels: short narrow arcs near the border."""
     rng, lines = lesion.rng, []
     turn = np.linspace(-0.3, np.pi + 0.3, 9)
     for place in lesion.points(n, 0.5, 0.98):
@@ -466,7 +451,6 @@ def _lay(picture: Picture, cover: Map, color: tuple[float, float, float]) -> Pic
 
 
 def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, count: int) -> Picture:
-    """Draw curved hairs across the whole field and over the lesion; `stubble` is short and mostly in one direction."""
     lines, main = [], rng.uniform(0, 2 * np.pi)
     t = np.linspace(0, 1, 14)[:, None]
     for _ in range(count):
@@ -482,7 +466,6 @@ def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, 
 
 
 def ruler(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
-    """Draw a ruler near one side of the picture: a line with ticks, every fifth one longer."""
     angle = rng.choice([0, np.pi / 2]) + rng.normal(0, 0.2)
     along, across = np.array([np.cos(angle), np.sin(angle)]), np.array([-np.sin(angle), np.cos(angle)])
     middle = 0.5 + across * rng.choice([-1, 1]) * rng.uniform(0.36, 0.44) + along * rng.normal(0, 0.08)

@@ -38,7 +38,6 @@ class Fingerprint:
 
 
 def fingerprint(path: Path, image: Image.Image) -> Fingerprint:
-    """Take the fingerprint of a decoded image and of the file it came from."""
     small = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX))
     return Fingerprint(sha256_file(path), perceptual_hash(small), small)
 

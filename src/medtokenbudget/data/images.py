@@ -52,7 +52,8 @@ _PIXEL_ATTRIBUTES = (
     *("SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames", "Rows", "Columns"),
     *("BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PixelData"),
     *("WindowCenter", "WindowWidth", "VOILUTFunction", "RescaleIntercept", "RescaleSlope"),
-    *(f"{color}PaletteColorLookupTable{part}" for color in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
+    *("RedPaletteColorLookupTableDescriptor", "GreenPaletteColorLookupTableDescriptor", "BluePaletteColorLookupTableDescriptor"),
+    *("RedPaletteColorLookupTableData", "GreenPaletteColorLookupTableData", "BluePaletteColorLookupTableData"),
 )
 
 # `_check_size` below is stricter than Pillow's warning, which would only repeat it.
@@ -60,11 +61,8 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class DecodeError(RequestError):
-    """A file that cannot be read.
-
-    Attributes:
-        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'frames', 'alpha', 'mode',
-            'mask-aspect' or 'mask-values'.
+    """A file that cannot be read; `kind` is 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans',
+    'frames', 'alpha', 'mode', 'mask-aspect' or 'mask-values'.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -80,14 +78,7 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS, name: str = "The 
 
     Gray, palette, 1-bit, 16-bit gray (scaled by 255 / 65535) and CMYK images are converted. An alpha channel is dropped if it is
     fully opaque. The extra frames of a camera's MPO file are previews and are ignored. DICOM files are read for their pixels only.
-
-    Args:
-        source: A path, the bytes of a file, an open binary file, or a Pillow picture.
-        max_pixels: Largest number of pixels. Pillow's own limit of 178,956,970 pixels always applies.
-        name: What messages call an image without a file name.
-
-    Raises:
-        DecodeError: The file cannot be read, has transparent pixels, several frames or too many pixels.
+    Pillow's own limit of 178,956,970 pixels always applies; `name` is for messages about an image without a file name.
     """
     picture = _decode(source, max_pixels, name).convert("RGB")
     picture.info = {}  # its EXIF orientation was applied, and must not be once more
@@ -188,9 +179,8 @@ def _decode_picture(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image
             raise DecodeError(f"{name} has far more pixels than allowed. Resize it first.", "too-large") from None
         except Image.UnidentifiedImageError:
             kinds = ", ".join((*FORMATS, "DICOM"))
-            raise DecodeError(
-                f"{name} is not an image in a supported format ({kinds}), or its header is damaged.", "not-an-image"
-            ) from None
+            text = f"{name} is not an image in a supported format ({kinds}), or its header is damaged."
+            raise DecodeError(text, "not-an-image") from None
     _check_size(name, image.size, max_pixels)
     with _decoding(name):
         # The second frame of a camera's MPO is a preview. Not `n_frames`, which reads them all: minutes for a large TIFF.
@@ -311,7 +301,6 @@ def _decode_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
 
 
 def _dicom_gray(values: np.ndarray, data: FileDataset) -> np.ndarray:
-    """Scale gray values to 8 bits; a window of the file decides what black and white are, else its bit depth."""
     from pydicom.pixels import apply_modality_lut, apply_windowing
 
     bits = int(data.BitsStored)

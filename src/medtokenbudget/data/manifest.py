@@ -120,17 +120,14 @@ class Manifest:
 
     @property
     def ids(self) -> list[str]:
-        """The `image_id` of every row."""
         return self.rows["image_id"].tolist()
 
     @property
     def further(self) -> list[str]:
-        """Names of the columns beyond those of every manifest."""
         return [str(name) for name in self.rows.columns if name not in COLUMNS]
 
     @property
     def groups(self) -> list[str]:
-        """The group of each image; an image without one is a group by itself."""
         return [image_id if group is None else group for image_id, group in zip(self.ids, self.rows["group"])]
 
     @cached_property
@@ -147,11 +144,9 @@ class Manifest:
         return np.asarray(validation & groups.notna() & groups.isin(set(groups[~validation].dropna())), dtype=bool)
 
     def image_path(self, index: int) -> Path:
-        """Return the path of the image in a row."""
         return self._path(str(self.rows["image"].iat[index]))
 
     def mask_path(self, index: int) -> Path | None:
-        """Return the path of the mask in a row, or None if the image has no mask."""
         mask = self.rows["mask"].iat[index]
         return None if mask is None else self._path(str(mask))
 
@@ -164,7 +159,6 @@ class Manifest:
         return Path(stored) if self.root is None else self.root / stored
 
     def part(self, name: str) -> Manifest:
-        """Take the rows of one part of the split: 'train', 'select' or 'val'."""
         if name not in SPLITS:
             raise ManifestError(f"Unknown part '{name}'. The parts of a manifest are {', '.join(SPLITS)}.")
         return self.take(np.flatnonzero((self.rows["split"] == name).to_numpy(dtype=bool)))
@@ -178,23 +172,19 @@ class Manifest:
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])
 
     def with_columns(self, split_rule: SplitRule | None = None, **columns: Iterable[str | None]) -> Manifest:
-        """Copy the manifest with other values in the given columns."""
         changed = self.rows.assign(**{name: pd.Series(list(values), dtype=object) for name, values in columns.items()})
         return replace(self, rows=changed, split_rule=split_rule or self.split_rule)
 
     @property
     def hash(self) -> str:
-        """Hash of classes and rows without further columns; it does not change if all files move together to another folder."""
         return sha256_json([list(self.classes), self._content(COLUMNS)])
 
     @property
     def data_hash(self) -> str:
-        """Hash of images, labels and masks; it does not depend on groups and split."""
         return sha256_json([list(self.classes), self._content(("image_id", "image", "label", "mask"))])
 
     @property
     def split_hash(self) -> str:
-        """Hash of the part of every image."""
         return sha256_json(self._content(("image_id", "split")))
 
     def _content(self, names: Sequence[str]) -> list[list[str | None]]:
@@ -240,10 +230,8 @@ class Manifest:
         }
         metadata["file_hash"] = _file_hash(columns, metadata)
         if not overwrite and target.exists() and not _holds(target, metadata["file_hash"]):
-            raise ManifestError(
-                f"{target} already exists and is different. Pass `overwrite` to replace it (with `keep_split` its images keep "
-                "their part), or choose another `out`."
-            )
+            advice = "Pass `overwrite` to replace it (with `keep_split` its images keep their part), or choose another `out`."
+            raise ManifestError(f"{target} already exists and is different. {advice}")
         schema = pa.schema([(name, pa.string()) for name in columns], metadata={METADATA_KEY: json.dumps(metadata).encode()})
         with atomic_write(target) as temporary:
             pq.write_table(pa.table(columns, schema=schema), temporary)
@@ -293,9 +281,8 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
     if (version := metadata.get("version")) != _VERSION:
         kind = str(metadata.get("source", "")).split(" ")[0]
         command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)}"
-        raise ManifestError(
-            f"{source} has manifest format {version}, but this version reads format {_VERSION}. Run `{command}` again."
-        )
+        advice = f"Run `{command}` again."
+        raise ManifestError(f"{source} has manifest format {version}, but this version reads format {_VERSION}. {advice}")
     if missing := [name for name in COLUMNS if name not in columns]:
         raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_VALID_AGAIN}")
     return columns, metadata

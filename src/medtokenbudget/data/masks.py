@@ -26,11 +26,7 @@ def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
 
 
 def mask_of(image: tuple[int, int], path: Path | str) -> Image.Image:
-    """Decode the mask of an image of this (width, height).
-
-    Raises:
-        DecodeError: The file cannot be read, or its aspect ratio is not that of the image.
-    """
+    """Decode the mask of an image of this (width, height)."""
     mask = decode_mask(path)
     if not same_aspect(mask.size, image):
         sizes = f"{mask.width} x {mask.height} pixels, the image {image[0]} x {image[1]}"
@@ -59,14 +55,8 @@ def joined_mask(paths: Sequence[Path], annotators: Annotators = "union") -> Imag
 def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True) -> np.ndarray:
     """Find the lesion patches, `[h * w]` bool in raster order: the gray mask, resized bilinearly to the grid, above half its range.
 
-    Args:
-        mask: The lesion mask.
-        grid: Rows and columns (h, w) of the token grid.
-        whole: Whether this is a whole mask, which must be empty or have lesion pixels. Part of one, such as a crop, may hold
-            nothing but the faint border of a lesion.
-
-    Raises:
-        DecodeError: A whole mask is too dark for any pixel to count as lesion, such as one of the values 0 and 1.
+    A `whole` mask must be empty or have lesion pixels; one that is too dark for any is a DecodeError. Part of one, such as a crop,
+    may hold nothing but the faint border of a lesion.
     """
     height, width = grid
     if height < 1 or width < 1:

@@ -40,14 +40,8 @@ DOWNSAMPLED = "_downsampled"
 """Suffix of images that ISIC 2019 has made smaller; the mask has the name of the original."""
 
 KVASIR_CLASSES = (
-    "dyed-lifted-polyps",
-    "dyed-resection-margins",
-    "esophagitis",
-    "normal-cecum",
-    "normal-pylorus",
-    "normal-z-line",
-    "polyps",
-    "ulcerative-colitis",
+    *("dyed-lifted-polyps", "dyed-resection-margins", "esophagitis", "normal-cecum", "normal-pylorus", "normal-z-line"),
+    *("polyps", "ulcerative-colitis"),
 )
 _KVASIR_FOLDER = "kvasir-dataset-v2"  # in the official archive
 
@@ -98,14 +92,8 @@ def isic_manifest(
         ROOT/ISIC_2019_Training_Metadata.csv
 
     A group is a lesion; an image without a lesion_id is a group by itself. The further column `center` is the source of the image.
-
-    Args:
-        root: Folder with the official files.
-        masks: How masks are found: 'by-id', 'exact' or 'none'; see `match_masks`.
-        mask_sources: 'isic2018', 'ham10000' or both; the first one that has a mask of an image is used. By default 'exact' uses
-            ISIC 2018 alone, like the paper, and 'by-id' every mask folder in `root`.
-        ignore_unlabeled: Leave out images that have no row in the CSV, instead of raising an error.
-        name: Name of the data set.
+    `masks` is as in `match_masks`; the first of `mask_sources` that has a mask of an image is used. By default 'exact' uses ISIC
+    2018 alone, like the paper, and 'by-id' every mask folder in `root`.
     """
     top = require_folder(Path(root), "Pass the folder that contains the official ISIC 2019 files.")
     truth = read_ground_truth(top / GROUND_TRUTH)
@@ -126,10 +114,8 @@ def isic_manifest(
     for kind in reversed(sources):
         by_id = {path.stem.removesuffix("_segmentation"): path for path in _unpacked(top / MASK_FOLDERS[kind])}
         if not by_id:
-            raise RequestError(
-                f"{top / MASK_FOLDERS[kind]} contains no masks. Unpack the archive of that name there, "
-                "or choose other `mask_sources`."
-            )
+            advice = "Unpack the archive of that name there, or choose other `mask_sources`."
+            raise RequestError(f"{top / MASK_FOLDERS[kind]} contains no masks. {advice}")
         mask_files |= {image: by_id[mask] for image, mask in match_masks(truth["image"], by_id, masks).items()}
     # The split is drawn over all rows of the CSV: an image is in the same part however many images were downloaded.
     records = [
@@ -140,7 +126,7 @@ def isic_manifest(
             "mask": mask_files.get(image),
             "group": lesions.get(image, image),
             "split": split,
-            "center": _center_of(image),
+            "center": next((name for name, numbers in CENTERS.items() if int(re.sub(r"\D", "", image) or -1) in numbers), None),
         }
         for image, label, split in zip(truth["image"], truth["label"], paper_split(len(truth)))
         if image in files
@@ -151,20 +137,14 @@ def isic_manifest(
     return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("paper"), name=name)
 
 
-def _center_of(image: str) -> str | None:
-    number = int(re.sub(r"\D", "", image) or -1)
-    return next((name for name, numbers in CENTERS.items() if number in numbers), None)
-
-
 def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
     if how == "none":
         return []
     present = [name for name, folder in MASK_FOLDERS.items() if (top / folder).is_dir()]
     sources = list(asked or (["isic2018"] if how == "exact" else present))
     if not sources:
-        raise RequestError(
-            f'{top} contains no mask folder ({" or ".join(MASK_FOLDERS.values())}). Download one, or pass `masks="none"`.'
-        )
+        folders = " or ".join(MASK_FOLDERS.values())
+        raise RequestError(f'{top} contains no mask folder ({folders}). Download one, or pass `masks="none"`.')
     for name in sources:
         if name not in MASK_FOLDERS:
             raise UnknownNameError.of("mask source", name, MASK_FOLDERS)
@@ -186,17 +166,14 @@ def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> 
 
 
 def read_ground_truth(path: Path) -> pd.DataFrame:
-    """Read the one-hot CSV to a table with the columns `image, label`, in file order."""
     table = _read_official(path, ("image", *ISIC_CLASSES), f"Pass the folder that contains {path.name} and {IMAGES}.")
     names = [name for name in (*ISIC_CLASSES, "UNK") if name in table.columns]
     values = table[names].apply(pd.to_numeric, errors="coerce").to_numpy(dtype=np.float64)
     one_class = np.isin(values, (0.0, 1.0)).all(1) & (values.sum(1) == 1)
     if not one_class.all():
         rows = table["image"][~one_class].tolist()
-        raise RequestError(
-            f"{path}: {len(rows)} rows do not have exactly one 1 among {', '.join(names)}: {listed(rows)}. "
-            "Download the official file again."
-        )
+        advice = "Download the official file again."
+        raise RequestError(f"{path}: {len(rows)} rows do not have exactly one 1 among {', '.join(names)}: {listed(rows)}. {advice}")
     labels = np.array(names, dtype=object)[values.argmax(1)]
     if rows := table["image"][labels == "UNK"].tolist():
         raise RequestError(
@@ -206,7 +183,6 @@ def read_ground_truth(path: Path) -> pd.DataFrame:
 
 
 def read_lesions(path: Path) -> dict[str, str]:
-    """Read the lesion id of each image that has one from the metadata CSV."""
     advice = f"Download it to the folder of {GROUND_TRUTH}: it says which images show the same lesion."
     table = _read_official(path, ("image", "lesion_id"), advice)
     return {image: lesion for image, lesion in zip(table["image"], table["lesion_id"]) if lesion}
@@ -264,19 +240,14 @@ def folder_manifest(
         ROOT/a.jpg                                  no labels
 
     Args:
-        root: The folder.
-        masks: Folder with the masks, found by name, in any case: `a.png`, `a_mask.png`, `a_segmentation.png`, `a_seg.png`,
-            `a_gt.png` and the like for `a.jpg`. It may be `root`.
-        name: Name of the data set; the name of the folder by default.
+        masks: Folder with the masks, found by name, in any case: `a.png`, `a_mask.png`, `a_segmentation.png` and the like for
+            `a.jpg`. It may be `root`.
         merged: Folder to write one mask to for each image that has several (`a_mask.png`, `a_mask_1.png`).
         pattern: Path of a mask in `masks` for other names, such as '{stem}/{stem}_roi*.png'; {stem} is the image's name without
             its ending.
-        annotators: What several masks are: 'union' takes them as several lesions, 'majority' as one lesion by several annotators.
-            'each' is 'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called
-            `a_ANYTHING.png`, or `a.png` in a subfolder for each annotator.
-
-    Returns:
-        The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
+        annotators: 'union' takes several masks as several lesions, 'majority' as one lesion by several annotators. 'each' is
+            'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called `a_ANYTHING.png`, or
+            `a.png` in a subfolder for each annotator.
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
     if masks is not None:
@@ -335,10 +306,8 @@ def _by_layout(top: Path, files: Sequence[Path]) -> tuple[list[tuple[Path, str |
         images = [path for path in files if is_image(path) and path.is_relative_to(folder)]
         loose = [path.name for path in images if path.parent == folder]
         if loose and len(loose) < len(images):
-            raise RequestError(
-                f"{folder} contains both class folders and images outside of them ({listed(loose, 3)}). "
-                "Move these images into the folder of their class, or away."
-            )
+            advice = "Move these images into the folder of their class, or away."
+            raise RequestError(f"{folder} contains both class folders and images outside of them ({listed(loose, 3)}). {advice}")
         labeled += [(path, None if loose else path.relative_to(folder).parts[0], part) for path in images]
     return labeled, given
 
@@ -350,15 +319,12 @@ def _is_mask(path: Path) -> bool:
 
 
 def _reject_masks(images: Sequence[tuple[Path, str | None, str]]) -> None:
-    """Raise an error where masks would be read as images, or their folder as a class."""
     folders = sorted({label for _, label, _ in images if label is not None and label.lower() in _MASK_FOLDER_NAMES})
     if folders:
         raise RequestError(f"The folder '{folders[0]}' would become a class. Pass it as `masks`, or move it away.")
     if masks := [path.name for path, _, _ in images if _is_mask(path)]:
-        raise RequestError(
-            f"These files look like masks of the images next to them: {listed(masks, 3)}. "
-            "Pass their folder as `masks` (it may be the folder of the images)."
-        )
+        advice = "Pass their folder as `masks` (it may be the folder of the images)."
+        raise RequestError(f"These files look like masks of the images next to them: {listed(masks, 3)}. {advice}")
 
 
 def _mask_path(pattern: str) -> re.Pattern[str]:
@@ -372,13 +338,9 @@ def _mask_path(pattern: str) -> re.Pattern[str]:
 class MaskFolder:
     """Mask files by the stem of the image that they belong to.
 
-    Args:
-        folder: Folder with the masks, at any depth.
-        merged: Folder to write one mask to for each image that has several.
-        images: Folder of the images, in which `merged` must not be, because it would become a class there.
-        pattern: Path of a mask, with {stem} for the image's name, where masks have other names than the usual ones.
-        annotators: What several masks of one image are.
-        stems: Of all images; masks of several annotators are looked up by them, unless there is a pattern.
+    `merged` is the folder to write one mask to for each image that has several. It must not be in `images`, the folder of the
+    images, because it would become a class there. `stems` are those of all images: masks of several annotators are looked up by
+    them, unless there is a `pattern`.
     """
 
     def __init__(
@@ -449,10 +411,8 @@ class MaskFolder:
                 '`annotators="majority"` if they are by several annotators.'
             )
         if self.merged is None:
-            raise RequestError(
-                f"{image.name} has several masks in {self.folder}: {names}. Make a manifest with `mtb data folder`, which writes "
-                "one mask for each image, and use that."
-            )
+            advice = "Make a manifest with `mtb data folder`, which writes one mask for each image, and use that."
+            raise RequestError(f"{image.name} has several masks in {self.folder}: {names}. {advice}")
         if self.images is not None and Path(os.path.abspath(self.merged)).is_relative_to(os.path.abspath(self.images)):
             raise RequestError(
                 f"{image.name} has several masks, and the folder of the joined ones, {self.merged}, would become a class of "
@@ -496,15 +456,9 @@ def csv_manifest(
 ) -> Manifest:
     """Make a manifest of the images listed in a CSV or Parquet file, such as a manifest that was edited.
 
-    Args:
-        path: The file, with a column `image` and any of `image_id, label, mask, group, split`. Relative paths in it start from its
-            folder.
-        classes: Class names in order. By default those that an edited manifest still has, otherwise the sorted labels.
-        allow_unlabeled: Accept rows without a label.
-        name: Name of the data set; the name of the file by default.
-
-    Returns:
-        The manifest. Without a column `split` all rows are 'train' and its `split_rule` is 'none'.
+    The file has a column `image` and any of `image_id, label, mask, group, split`; relative paths in it start from its folder. The
+    classes are by default those that an edited manifest still has, otherwise the sorted labels. Without a column `split` all rows
+    are 'train' and the `split_rule` is 'none'.
     """
     source = Path(path)
     table, stored = _read_table(source)
@@ -554,8 +508,7 @@ def csv_manifest(
 def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
     """Add the columns of a CSV or Parquet file to a manifest, joined by its column `image_id` (or `image`, without an ending).
 
-    An image that ISIC 2019 made smaller is also found by the name of its original. Cells stay text; an image without a row, and an
-    empty cell, have no value.
+    An image that ISIC 2019 made smaller is also found by the name of its original. An image without a row has no value.
     """
     source = Path(path)
     table, _ = _read_table(source)
@@ -565,9 +518,8 @@ def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
     ids = table.pop(key).map(lambda value: value if key == "image_id" else Path(value).stem)
     taken = (*COLUMNS, ANNOTATORS, *manifest.further)
     if wrong := [name for name in table.columns if not name or name in taken or not name.isprintable() or "|" in name]:
-        raise RequestError(
-            f"{source} has columns that the manifest has already or that cannot be names: {listed(wrong)}. Rename them."
-        )
+        advice = "Rename them."
+        raise RequestError(f"{source} has columns that the manifest has already or that cannot be names: {listed(wrong)}. {advice}")
     if twice := sorted(set(ids[ids.duplicated()])):
         raise RequestError(f"{source} has more than one row for {listed(twice)}. Keep one of them.")
     known = set(ids)
@@ -663,12 +615,10 @@ def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], all
 
 
 def is_image(path: Path) -> bool:
-    """Tell whether a file name has the ending of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the image files directly in a folder, sorted by name."""
     return [path for path in _entries(folder)[0] if is_image(path)]
 
 
@@ -719,7 +669,6 @@ def report_skipped(folder: Path, kinds: Counter[str]) -> None:
 
 
 def no_images(folder: Path) -> RequestError:
-    """Make the error for a folder without images."""
     return RequestError(f"{folder} and its subfolders contain no images. Supported: {', '.join(sorted(SUFFIXES))}.")
 
 

@@ -61,16 +61,8 @@ def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Se
 
 def check_request(rule: str, folds: int, fold: int, select: float, seed: int, workers: int = 1) -> None:
     """Raise a RequestError for a split that is impossible for any data; called before images are read or drawn."""
-    check_values(
-        {
-            "split": (rule, Literal["paper", "grouped", "kfold", "center"]),
-            "folds": (folds, Folds),
-            "fold": (fold, Natural),
-            "select": (select, Fraction),
-            "seed": (seed, Seed),
-            "workers": (workers, Parallel),
-        }
-    )
+    values = {"split": (rule, Literal["paper", "grouped", "kfold", "center"]), "folds": (folds, Folds), "fold": (fold, Natural)}
+    check_values(values | {"select": (select, Fraction), "seed": (seed, Seed), "workers": (workers, Parallel)})
     if rule == "kfold" and fold >= folds:
         raise RequestError(f"fold must be below the number of folds, which is {folds}, got {fold}.")
 
@@ -88,17 +80,10 @@ def apply_split(
 ) -> Manifest:
     """Split a manifest again, exactly as `mtb data split` does.
 
-    Args:
-        rule: 'grouped' splits 80/20 and 'kfold' into folds, both by a hash of the group: no group is in two parts, and no image
-            changes its part when others are added. 'center' validates on all images of one value of the column `center`. 'paper' is
-            the paper's 80/20 permutation of the rows, whatever their groups.
-        folds: Number of folds for 'kfold'.
-        fold: The fold that becomes the validation part, counted from 0; for 'center', the place of the center by name.
-        select: Share of the training part to set aside as 'select', whole groups at a time.
-        seed: Seed of 'grouped', 'kfold' and `select`. The paper's split has a fixed one.
-        merge_duplicates: Read every image and put duplicates into one group, so that no picture is in two parts. Only for
-            'grouped' and 'kfold'. The merged groups become the manifest's groups.
-        workers: Threads that read images.
+    'grouped' splits 80/20 and 'kfold' into folds, both by a seeded hash of the group: no group is in two parts, and no image
+    changes its part when others are added. `merge_duplicates` reads every image and puts duplicates into one group. 'center'
+    validates on all images of one value of the column `center`, the `fold`-th by name. 'paper' is the paper's 80/20 permutation of
+    the rows, whatever their groups. `select` is the share of the training part to set aside as 'select', whole groups at a time.
     """
     check_request(rule, folds, fold, select, seed)
     if rule == "paper":
@@ -160,14 +145,9 @@ def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, p
 def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = False) -> Manifest:
     """Move a share of the training part to the part 'select', for early stopping without validation labels.
 
-    Whole groups move. An earlier selection part returns to training first; a share of 0 does only that.
-
-    Args:
-        manifest: A manifest with a split.
-        share: Share of the training part in [0, 1).
-        seed: Seed of the choice of groups.
-        balanced: Choose the groups so that every class gives about its share. The choice then depends on all images and changes
-            when some are added, so it is for one training run only; otherwise a hash of the group decides.
+    Whole groups move. An earlier selection part returns to training first; a share of 0 does only that. With `balanced` every
+    class gives about its share. The choice then depends on all images and changes when some are added, so it is for one training
+    run only; otherwise a hash of the group decides.
     """
     check_values({"share": (share, Fraction)})
     split = manifest.rows["split"].replace("select", "train").to_numpy(dtype=object, copy=True)
@@ -175,9 +155,8 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
         train = np.flatnonzero(split == "train")
         groups = np.asarray(manifest.groups, dtype=object)[train].tolist()
         if len(set(groups)) < 2:
-            raise RequestError(
-                "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
-            )
+            advice = "Add images, or set nothing aside."
+            raise RequestError(f"Cannot cut a selection part: the training part has fewer than two groups. {advice}")
         if balanced:
             cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
         else:

@@ -51,11 +51,8 @@ METHODS = {
 class Appearance:
     """What was measured on one image; NaN where a mask is needed and there is none.
 
-    Attributes:
-        position: Distance of the lesion's centroid from the center, in image diagonals.
-        ita: Individual typology angle of the surrounding skin, in degrees.
-        hair: Share of hair-like pixels outside the lesion.
-        dark_corners: Number of dark corners, 0 to 4.
+    `position` is the distance of the lesion's centroid from the center in image diagonals, `ita` the individual typology angle of
+    the surrounding skin in degrees, `hair` the share of hair-like pixels outside the lesion.
     """
 
     position: float
@@ -64,7 +61,6 @@ class Appearance:
     dark_corners: int
 
     def strata(self) -> dict[str, str | None]:
-        """Name the stratum of each property; None where it was not measured."""
         values = {"position": self.position, "skin tone": -self.ita, "hair": self.hair, "dark corners": self.dark_corners}
         return {
             name: None if np.isnan(value) else STRATA[name][int(np.searchsorted(_EDGES[name], value, side="left"))]
@@ -130,7 +126,6 @@ def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
 
 
 def around(lesion: Mask) -> Mask:
-    """Mark the pixels outside the lesion and a margin around it."""
     return ~ndimage.binary_dilation(lesion, iterations=max(1, round(_MARGIN * max(lesion.shape))))
 
 
@@ -159,12 +154,10 @@ def skin_tone(picture: Picture, skin: Mask) -> float:
 
 
 def hair(picture: Picture, outside: Mask) -> float:
-    """Measure the share of the pixels of `outside` that are in dark, thin and long structures; NaN without any."""
     return float(_thin(picture)[outside].mean()) if outside.any() else float("nan")
 
 
 def dark_corners(picture: Picture) -> int:
-    """Count the corners that are much darker than the middle of the image."""
     gray = _gray(picture)
     h, w = gray.shape
     side = max(1, round(0.08 * min(h, w)))
@@ -194,7 +187,6 @@ def _gray(picture: Picture) -> NDArray[np.float32]:
 
 
 def _lab(pixels: Picture) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Compute L* and b* (CIELAB, D65) of sRGB pixels [n, 3]."""
     linear = np.where(pixels <= 0.04045, pixels / 12.92, ((pixels + 0.055) / 1.055) ** 2.4).astype(float)
     y = linear @ np.array([0.2126729, 0.7151522, 0.0721750])
     z = linear @ np.array([0.0193339, 0.1191920, 0.9503041]) / 1.08883

@@ -103,16 +103,10 @@ _AROUND = {
 
 
 def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Drawing:
-    """Draw one image. The same arguments give the same bytes.
+    """Draw one image. The same arguments give the same bytes; the lesion's share of the image follows the paper's prevalence table.
 
-    The lesion's share of the image follows the paper's prevalence table.
-
-    Args:
-        label: Class name, one of `ISIC_CLASSES`.
-        seed: Seed of everything random.
-        size: Side of the square image, in pixels.
-        off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
-            lesions are made smaller until this holds and their visible part is off-center too.
+    `off_center` puts the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
+    lesions are made smaller until this holds and their visible part is off-center too.
     """
     if label not in ISIC_CLASSES:
         raise UnknownNameError.of("class", label, ISIC_CLASSES)
@@ -150,7 +144,6 @@ def sample_labels(n: int, seed: int) -> list[str]:
 
 
 def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
-    """Place the lesion: its distance field `[H, W]`, the level of its border, and its first traits."""
     # Steps of the golden ratio, so that consecutive seeds fill the prevalence table evenly.
     share = float(np.interp((int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64, *_PREVALENCE))
     away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
@@ -178,7 +171,6 @@ def _share_inside(whole: Map, radius: float) -> float:
 
 
 def _visible_offset(whole: Map, radius: float) -> float:
-    """Measure the distance of the visible lesion's centroid from the center of the image, in image widths."""
     rows, columns = np.nonzero(whole[32:64, 32:64] < radius)
     return float(np.hypot(columns.mean() - 15.5, rows.mean() - 15.5) / 32) if rows.size else 1.0
 
@@ -210,7 +202,6 @@ def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, trait
 
 
 def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.float64], float, float]]:
-    """Draw fine winding vessels anywhere in the skin."""
     lines = []
     for _ in range(n):
         heading = rng.uniform(0, 2 * np.pi) + rng.normal(0, 0.4, 10).cumsum()
@@ -268,7 +259,6 @@ def _photograph(
 
 
 def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Add exposure, lens blur and sensor noise; `[3, H, W]` in [0, 1] to `[H, W, 3]` uint8."""
     soft = np.float32(rng.uniform(0.25, 1.0) / 4)
     picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
     for channel in picture:
@@ -303,17 +293,9 @@ def synthetic_manifest(
 ) -> Path:
     """Draw the images that do not exist yet, and write their manifest.
 
-    Args:
-        out: A folder for the images, masks and `manifest.parquet`; or the path of the manifest, `NAME.parquet`, whose files then go
-            to the folder `NAME`.
-        request: How many images of which size, and their seed.
-        split: Rule of the split; see `apply_split` for this and the next four, whose seed is `split_seed`.
-        workers: Processes that draw.
-        name: Name of the data set.
-        overwrite: Whether a different manifest may be replaced.
-
-    Raises:
-        MismatchError: The folder contains drawings of another request.
+    `out` is a folder for the images, masks and `manifest.parquet`; or the path of the manifest, `NAME.parquet`, whose files then
+    go to the folder `NAME`. Split and folds are those of `apply_split`. A folder with drawings of another request is a
+    MismatchError.
     """
     check_request(split, folds, fold, select, split_seed, workers)
     check_name(name)
@@ -323,12 +305,8 @@ def synthetic_manifest(
     with exclusive(folder):
         # Files of two requests must not mix.
         drawn = {**asdict(request), "renderer": RENDERER}
-        claim(
-            folder / "drawings.json",
-            drawn,
-            f"The request of the drawings in {folder}",
-            "Choose another folder, or delete this one.",
-        )
+        what, advice = f"The request of the drawings in {folder}", "Choose another folder, or delete this one."
+        claim(folder / "drawings.json", drawn, what, advice)
         _draw_missing(folder, request, labels, workers)
     records = []
     for index, label in enumerate(labels):

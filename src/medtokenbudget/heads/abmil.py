@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.layers import GatedAttention
-from medtokenbudget.routing.layers import dropout as drop
+from medtokenbudget.routing.trainable import GatedAttention
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 

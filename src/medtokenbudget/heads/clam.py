@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import CountError
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.layers import GatedAttention
-from medtokenbudget.routing.layers import dropout as drop
+from medtokenbudget.routing.trainable import GatedAttention
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 BAG_WEIGHT = 0.7
@@ -83,20 +83,12 @@ class _CLAM(TokenHead):
         return total / self.classes
 
     def _examples(self, classify: nn.Module, features: Tensor, chosen: Tensor, target: int) -> Tensor:
-        """Compute the cross-entropy of the tokens `chosen` [B, instances] as examples of a target, [B, instances]."""
         return -classify(features.take_along_dim(chosen.unsqueeze(-1), 1)).log_softmax(-1)[..., target]
 
 
 @register_head("clam-sb")
 class CLAMSB(_CLAM):
-    """One attention branch for all classes.
-
-    Args:
-        width: Width of the features.
-        attention: Width of the attention.
-        dropout: Dropout of the features.
-        instances: Most and least attended tokens that the instance classifiers learn from; needs twice as many tokens.
-    """
+    """One attention branch for all classes."""
 
     description = "Gated attention with instance clustering, one branch for all classes."
     branch_per_class = False

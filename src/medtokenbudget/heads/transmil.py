@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.layers import dropout as drop
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 

@@ -7,18 +7,21 @@ share, and images and weights on paths that all nodes can read.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
 import shutil
+import struct
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,64 +29,28 @@ from PIL import Image
 
 from medtokenbudget import files
 from medtokenbudget.backbone.store import FeatureStore
-from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
+from medtokenbudget.config import LESIONS, NOTICE, RouteConfig, TokenFormat
 from medtokenbudget.data import Manifest, decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
-from medtokenbudget.files import exclusive
+from medtokenbudget.escaping import csv_cell
+from medtokenbudget.files import atomic_write, exclusive
 from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
 from medtokenbudget.metrics import Retention, retention_of_counts
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.overlays import overlay
-from medtokenbudget.model.writers import TokenFormat, row_of, table_schema, table_writer, token_writer
+from medtokenbudget.routing import create_selector
+from medtokenbudget.routing.conformal import Guarantee
 from medtokenbudget.runtime import progress, say, worker_devices
+from medtokenbudget.tokens import TokenBatch
 
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
-LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
-"""What is written of the lesion itself: the column of the table, and the folder of its pictures."""
 REQUEST, MODEL = "_request.json", "_model"
 """Names with an underscore in front are no part of the data set for those who read it (pandas, Arrow, Spark, Ray)."""
+_SUMS = ("done", "failed", "masks_failed")
 SHARD_SIZE = 1000
 """Images per shard in several processes or on a cluster, unless told otherwise."""
-
-
-@dataclass(frozen=True)
-class RouteConfig(Settings):
-    """How images are routed to files."""
-
-    budget: float | Guarantee | None = None
-    """Share of the patches to keep, or a guarantee. Default: `DEFAULT_BUDGET`, or the only one of a model routed early."""
-    selector: str | None = None
-    """Method to route with. Default: the model's main one."""
-    table: Literal["parquet", "csv"] = "parquet"
-    """Format of the table."""
-    tokens: bool = False
-    """Whether to write the kept tokens too."""
-    tokens_dtype: TokenFormat = "fp16"
-    """Number format of these tokens."""
-    overlay: bool = False
-    """Whether to draw the kept patches of each image too."""
-    mask: bool = False
-    """Whether to write the lesion that the router sees as a mask, too."""
-    box: bool = False
-    """Whether to write the boxes of lesions too."""
-    crop: bool = False
-    """Whether to write a crop of the largest lesion too."""
-    batch_size: Count = 16
-    """Images per forward pass."""
-    workers: Parallel = 2
-    """Threads that decode images."""
-    shard_size: Natural = 0
-    """Images per file of a table in shards, which a stopped command resumes; 0 writes one table."""
-    jobs: Parallel = 1
-    """Processes that share the work, in shards; they divide the GPUs of the machine. 0 means one per GPU, or one per core."""
-
-    @property
-    def lesions(self) -> tuple[str, ...]:
-        """What is written of the lesion itself."""
-        return tuple(name for name in LESIONS if getattr(self, name))
 
 
 @dataclass
@@ -124,12 +91,9 @@ class Routed:
         return {name: retention_of_counts(values, lesion, k, n) for name, values in counts.items()}
 
     def require_images(self) -> None:
-        """Raise a WorkError if not a single image could be read."""
         if not self.done:
             reason = self.reason or "There are no images."
-            raise WorkError(
-                f"No image could be read ({self.failed} failed). First error: {reason} All errors are in {self.errors}."
-            )
+            raise WorkError(f"No image could be read ({self.failed} failed). The first: {reason} All are in {self.errors}.")
 
 
 @dataclass(frozen=True)
@@ -166,29 +130,17 @@ class Shard:
         return record["key"] == self.key and self.table.exists() and files.sha256_file(self.table) == record["sha256"]
 
 
-def predict_files(
-    images: Any,
-    out: Path | str,
-    model: MedTokenBudget | Path | str,
-    config: RouteConfig | None = None,
-) -> Routed:
+def predict_files(images: Any, out: Path | str, model: MedTokenBudget | Path | str, config: RouteConfig | None = None) -> Routed:
     """Predict images and write the results to files, in constant memory.
 
-    Args:
-        images: What `MedTokenBudget.predict` takes.
-        out: Table to write, `.csv` or `.parquet`. Next to it come `overlays/`, `tokens.safetensors`, and `x.errors.jsonl` for
-            `x.csv`, which lists the images that could not be read.
-        model: A model, or what `mtb.load` takes.
-        config: Budget, method and sizes.
-
-    Raises:
-        NoHeadError: If the model is a router without a head.
-        WorkError: If no image could be read; no table is written then.
+    `out` is a table, `.csv` or `.parquet`. Next to it come `overlays/`, `tokens.safetensors`, and `x.errors.jsonl` for `x.csv`,
+    which lists the images that could not be read; if none could be read, that is a WorkError.
     """
     config, predictor, table = config or RouteConfig(), loaded(model), Path(out)
     if table.suffix.lower() not in (".csv", ".parquet"):
         raise RequestError(f"The table {table} must end in .csv or .parquet.")
-    predictor.answers((), config.budget, config.selector, kind=Prediction)  # a wrong request is refused before a file is made
+    amount = amount_of(predictor, config)
+    predictor.answers((), amount, config.selector, kind=Prediction)  # a wrong request is refused before a file is made
     tokens, overlays = table.with_name(f"{TOKENS}.safetensors"), table.with_name(OVERLAYS)
     shard = Shard(expand(images), table, tokens if config.tokens else None, overlays if config.overlay else None)
     errors = table.with_name(f"{table.stem}.errors.jsonl")
@@ -209,42 +161,28 @@ def route_files(
     """Route images and write the results to a folder. A second call replaces the results of the first.
 
     With shards, which several processes and a cluster always make, a second call resumes what the first left, and computes again
-    only what has changed.
-
-    Args:
-        images: What `mtb.route` takes, or a manifest.
-        out: Folder to write: `routes.parquet` or `.csv` or, in shards, `routes/`; `summary.json`, `errors.jsonl`, `overlays/`,
-            `tokens.safetensors` or `tokens/`.
-        model: A model, or what `mtb.load` takes.
-        masks: Folder with lesion masks, named as for `mtb data folder`; the masks of a manifest are found without it.
-        config: Budget, formats and sizes.
-        engine: 'local', or 'ray' for a cluster.
-        address: Address of a running Ray cluster ('auto', 'host:port'); None starts Ray on this machine.
-        store: Tokens of the images of a manifest, which are read instead of running the backbone.
-
-    Raises:
-        WorkError: If no image could be read, or none of the masks could be used; in the latter case the images are routed.
+    only what has changed. `masks` is a folder with lesion masks, named as for `mtb data folder`; those of a manifest are found
+    without it. With `store`, the tokens of a manifest's images are read from it. If no image could be read, or none of the masks
+    could be used, that is a WorkError; in the latter case the images are routed.
     """
     config, router, folder = config or RouteConfig(), loaded(model), Path(out)
-    execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{out} is a file. Choose a folder to write to as `out`.")
-    router.answers((), config.budget, config.selector)  # a wrong request is refused before a file is made
+    amount = amount_of(router, config)
+    router.answers((), amount, config.selector)  # a wrong request is refused before a file is made
     if config.lesions:
         router.require_lesion_map(config.selector)
-    in_one = engine == "local" and config.jobs == 1 and not config.shard_size
+    in_one = engine == "local" and address is None and config.jobs == 1 and not config.shard_size
     if store is not None:
         if masks is not None or not in_one:
-            raise RequestError(
-                "With `store`, masks are those of the manifest, and one process writes one table. Leave out the others."
-            )
+            what = "masks are those of the manifest, and one process writes one table"
+            raise RequestError(f"With `store`, {what}. Leave out the others.")
         store, images = _stored(store, images, router)
     sources = with_masks(expand(images), masks)
     if in_one:
         if (folder / TABLE).is_dir():
-            raise RequestError(
-                f'{folder} has a table in shards ({TABLE}/). Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
-            )
+            advice = 'Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
+            raise RequestError(f"{folder} has a table in shards ({TABLE}/). {advice}")
         tokens, overlays = folder / f"{TOKENS}.safetensors", folder / OVERLAYS if config.overlay else None
         shard = Shard(sources, folder / f"{TABLE}.{config.table}", tokens if config.tokens else None, overlays, folder)
         with exclusive(folder, name=f".{TABLE}.lock"), progress(what="Routing", unit="image") as bar:
@@ -254,24 +192,16 @@ def route_files(
             if not config.tokens:
                 files.remove(tokens)
     else:
+        execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
         routed = _table_in_shards(folder, router, sources, config, execution)
-    amount = router.amount(config.budget)
     retention = {
         name: {measure: None if math.isnan(value) else value for measure, value in asdict(values).items()}
         for name, values in routed.retention.items()
     }
-    summary = {
-        "model": router.fingerprint,
-        "selector": config.selector or router.main,
-        "budget": None if isinstance(amount, Guarantee) else amount,
-        "guarantee": amount.to_json() if isinstance(amount, Guarantee) else None,
-        "images": routed.done,
-        "failed": routed.failed,
-        "masks_failed": routed.masks_failed,
-        "unfamiliar": routed.unfamiliar,
-        "retention": retention or None,
-        "notice": NOTICE,
-    }
+    budget, guarantee = (None, amount.to_json()) if isinstance(amount, Guarantee) else (amount, None)
+    summary = {name: getattr(routed, name) for name in ("failed", "masks_failed", "unfamiliar")}
+    summary |= {"model": router.fingerprint, "selector": config.selector or router.main, "budget": budget, "guarantee": guarantee}
+    summary |= {"images": routed.done, "retention": retention or None, "notice": NOTICE}
     files.write_json(folder / SUMMARY, summary)
     if routed.masks_failed or routed.masks:
         # A manifest may be of images without a lesion: its empty masks are no fault.
@@ -279,8 +209,11 @@ def route_files(
     return routed
 
 
+def amount_of(model: MedTokenBudget, config: RouteConfig) -> float | Guarantee:
+    return model.amount(config.budget, config.retention, config.coverage, config.selector)
+
+
 def _stored(store: FeatureStore | Path | str, images: Any, model: MedTokenBudget) -> tuple[FeatureStore, Manifest]:
-    """Open a store for the images of a manifest."""
     (one,) = images if isinstance(images, (list, tuple)) and len(images) == 1 else (images,)
     if not isinstance(one, Manifest):
         if not isinstance(one, (str, os.PathLike)) or Path(one).suffix != ".parquet":
@@ -328,8 +261,7 @@ def _report_masks(routed: Routed, asked: bool) -> None:
 
 
 def _metadata(model: MedTokenBudget, config: RouteConfig) -> dict[str, str]:
-    """Say in a table and a token file where they come from."""
-    amount = model.amount(config.budget)
+    amount = amount_of(model, config)
     return {
         "classes": json.dumps(list(model.classes)),
         "selector": config.selector or model.main,
@@ -357,7 +289,7 @@ def write_table(
     routed = Routed(shard.table, model.grid)
     metadata, masks = _metadata(model, config), kind is Routing
     sizes, maps = (config.batch_size, config.workers), bool(config.lesions)
-    answers = model.answers(shard.sources, config.budget, config.selector, *sizes, masks, kind, maps, store)
+    answers = model.answers(shard.sources, amount_of(model, config), config.selector, *sizes, masks, kind, maps, store)
     if isinstance(errors, Path):
         files.remove(errors)
 
@@ -404,7 +336,6 @@ def write_table(
 
 
 def _save_overlay(path: Path, answer: Routing, note: Callable[[str], None]) -> None:
-    """Draw the kept patches; a mask that cannot be read is reported, and the overlay is drawn without it."""
     source, mask = answer.source, None
     assert source is not None
     try:
@@ -416,7 +347,6 @@ def _save_overlay(path: Path, answer: Routing, note: Callable[[str], None]) -> N
 
 
 def _write_lesion(folder: Path, name: str, answer: Routing, config: RouteConfig) -> dict[str, Any]:
-    """Write mask and crop as far as they are asked for, and return the cells of the table."""
     cells: dict[str, Any] = {}
     pictures: dict[str, Image.Image | None] = {}
     if config.mask:
@@ -431,9 +361,6 @@ def _write_lesion(folder: Path, name: str, answer: Routing, config: RouteConfig)
             cells[column] = f"{LESIONS[column]}/{name}"
             files.write_encoded(folder / LESIONS[column] / name, partial(picture.save, format="PNG"))
     return cells
-
-
-# A table in shards ---------------------------------------------------------------------------------------------------
 
 
 def _table_in_shards(
@@ -463,16 +390,9 @@ def _table_in_shards(
             if elsewhere:
                 model.save_pretrained(copy)  # each worker loads it, and compares the backbone
             with progress(total=total, what="Routing", unit="image", initial=total - left) as bar:
-                for _ in run_units(
-                    missing,
-                    partial(_make_shards, config),
-                    execution,
-                    processes=processes if elsewhere else 1,
-                    device=device,
-                    state=model,
-                    open_worker=partial(_open_model, copy),
-                    advance=bar.update,
-                ):
+                where: dict[str, Any] = {"processes": processes if elsewhere else 1, "device": device, "state": model}
+                make, worker = partial(_make_shards, config), partial(_open_model, copy)
+                for _ in run_units(missing, make, execution, open_worker=worker, advance=bar.update, **where):
                     pass
         finally:
             if elsewhere:
@@ -498,9 +418,8 @@ def _plan(folder: Path, sources: Iterable[ImageSource], config: RouteConfig, req
         shard, states = [], []
         for source in islice(rest, size):
             if not isinstance(source.value, (str, os.PathLike)):
-                raise RequestError(
-                    f"{source.name} is not a file. A table in shards is made from image files, folders, globs or a manifest."
-                )
+                advice = "A table in shards is made from image files, folders, globs or a manifest."
+                raise RequestError(f"{source.name} is not a file. {advice}")
             value, mask = _absolute(source.value), None if source.mask is None else _absolute(source.mask)
             shard.append(ImageSource(source.name, value, mask, image_id=source.image_id))
             states.append([source.name, source.image_id, _state(value), None if mask is None else _state(mask)])
@@ -536,14 +455,13 @@ def _make_shards(config: RouteConfig, model: MedTokenBudget, shards: Sequence[Sh
         errors: list[dict[str, str]] = []
         files.remove(shard.record)
         routed = write_table(model, shard, config, advance, errors)
-        counts = {name: getattr(routed, name) for name in ("done", "failed", "unfamiliar", "masks_failed", "mask_reason")}
+        counts = {name: getattr(routed, name) for name in (*_SUMS, "unfamiliar", "mask_reason")}
         record = {"key": shard.key, "sha256": files.sha256_file(shard.table), **counts, "errors": errors}
         files.write_sealed(shard.record, record)
         yield
 
 
 def _sum_up(folder: Path, shards: Sequence[Shard], grid: tuple[int, int]) -> Routed:
-    """Add up the records and the rows of all shards, and write the list of errors."""
     import pyarrow.parquet as pq
 
     records = [files.read_sealed(shard.record, "Run the same command again.") for shard in shards]
@@ -552,20 +470,148 @@ def _sum_up(folder: Path, shards: Sequence[Shard], grid: tuple[int, int]) -> Rou
     if errors:
         files.write_lines(path, errors)
     unfamiliar = [record["unfamiliar"] for record in records if record["unfamiliar"] is not None]
-    routed = Routed(
-        table=folder / TABLE,
-        grid=grid,
-        done=sum(record["done"] for record in records),
-        failed=sum(record["failed"] for record in records),
-        reason=errors[0]["reason"] if errors else "",
-        errors=path if errors else None,
-        unfamiliar=sum(unfamiliar) if unfamiliar else None,
-        masks_failed=sum(record["masks_failed"] for record in records),
-        mask_reason=next((record["mask_reason"] for record in records if record["mask_reason"]), ""),
-    )
+    routed = Routed(folder / TABLE, grid, **{name: sum(record[name] for record in records) for name in _SUMS})
+    routed.reason, routed.errors = (errors[0]["reason"], path) if errors else ("", None)
+    routed.unfamiliar = sum(unfamiliar) if unfamiliar else None
+    routed.mask_reason = next((record["mask_reason"] for record in records if record["mask_reason"]), "")
     routed.require_images()
     for shard in shards:
         rows = pq.read_table(shard.table, columns=["lesion", "kept_lesion", "center_lesion", "k"])
         for cells in zip(*(column.to_pylist() for column in rows.columns)):
             routed.measure(*cells)
     return routed
+
+
+ROW_GROUP = 64
+"""Rows per Parquet row group: with all patches kept a row is a list of 256 numbers, so buffered rows use most of the memory."""
+_HEADER_ROOM = 16 * 1024
+_DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {"fp16": ("F16", np.dtype("<f2")), "fp32": ("F32", np.dtype("<f4"))}
+"""Number format -> its name in safetensors files and in NumPy."""
+
+
+def table_schema(classes: Sequence[str] | None, metadata: dict[str, str], lesion_files: Sequence[str] = ()) -> Any:
+    """Return the Arrow schema of a table: of predictions with these classes (`p_<class>`), or of routings for None."""
+    import pyarrow as pa
+
+    route = [("selector", pa.string()), ("budget", pa.float64()), ("k", pa.int32()), ("n_patches", pa.int32())]
+    route += [("unfamiliarity", pa.float32()), ("unfamiliar", pa.bool_())]
+    image, kept = [("image", pa.string()), ("image_id", pa.string())], ("kept", pa.list_(pa.int32()))
+    if classes is not None:
+        predicted = [("label", pa.string()), ("probability", pa.float32()), *((f"p_{name}", pa.float32()) for name in classes)]
+        return pa.schema([*image, *predicted, *route, kept], metadata)
+    lesion = [(name, pa.int32()) for name in ("lesion", "kept_lesion", "center_lesion")]
+    found = [(name, pa.list_(pa.int32()) if name == "box" else pa.string()) for name in lesion_files]
+    return pa.schema([*image, *route, *lesion, *found, kept, ("scores", pa.list_(pa.float32()))], metadata)
+
+
+def row_of(answer: Routing) -> dict[str, Any]:
+    """Return the cells of an answer by column; None is an empty cell, such as the lesion patches of an image without a mask."""
+    row = {name: getattr(answer, name) for name in ("image", "selector", "budget", "k", "n_patches", "unfamiliarity")}
+    row |= {
+        "image_id": answer.image if answer.source is None else answer.source.image_id,
+        "unfamiliar": None if answer.unfamiliarity is None else answer.unfamiliar,
+        "kept": None if answer.kept is None else answer.kept.tolist(),
+    }
+    if isinstance(answer, Prediction):
+        probabilities = {f"p_{name}": value for name, value in answer.probabilities.items()}
+        return row | {"label": answer.label, "probability": answer.probability, **probabilities}
+    lesion = answer.lesion
+    return row | {
+        "lesion": None if lesion is None else int(lesion.sum()),
+        "kept_lesion": answer.kept_lesion,
+        "center_lesion": None if lesion is None else int(lesion[_center(answer.grid)[: answer.k]].sum()),
+        "scores": None if answer.scores is None else answer.scores.tolist(),
+    }
+
+
+@lru_cache
+def _center(grid: tuple[int, int]) -> np.ndarray:
+    """Rank all patches of a grid as the control `center` does."""
+    tokens = TokenBatch(torch.zeros(1, grid[0] * grid[1], 1), grid)
+    indices = create_selector("center").select(tokens, tokens.n).indices
+    assert indices is not None
+    return indices[0].numpy()
+
+
+@contextmanager
+def table_writer(path: Path, schema: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open the table at `path`, and give the function that adds a row; the file appears when the block ends without an error."""
+    with atomic_write(path) as temporary:
+        if path.suffix.lower() == ".csv":
+            with open(temporary, "w", newline="", encoding="utf-8") as stream:
+                lines = csv.DictWriter(stream, schema.names, lineterminator="\n")
+                lines.writeheader()
+                yield lambda row: lines.writerow({name: _csv_text(value) for name, value in row.items()})
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows: list[dict[str, Any]] = []
+        with pq.ParquetWriter(temporary, schema) as groups:
+
+            def flush() -> None:
+                groups.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                rows.clear()
+
+            def add(row: dict[str, Any]) -> None:
+                rows.append(row)
+                if len(rows) == ROW_GROUP:
+                    flush()
+
+            yield add
+            if rows:
+                flush()
+
+
+def _csv_text(value: Any) -> Any:
+    """Return the text of a cell: nine digits restore a float32 exactly; a list is separated by spaces."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return " ".join(str(_csv_text(item)) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.9g}" if isinstance(value, float) else csv_cell(value)
+
+
+@contextmanager
+def token_writer(path: Path, metadata: dict[str, str], dtype: TokenFormat) -> Iterator[Callable[[Routing], None]]:
+    """Open a file of kept tokens, and give the function that adds an image; row i is row i of the table.
+
+    It has `tokens` [n, K, D] and, for rankers, `indices` [n, K]. With a guarantee K differs between images, which then follow each
+    other without gaps: `tokens` [sum of K, D], `indices` [sum of K] and `counts` [n], the K of each image.
+    """
+    packed, (name, kind) = "guarantee" in metadata, _DTYPES[dtype]
+    counts: list[int] = []
+    dim, ranked = 0, True
+    # A safetensors file begins with a header that contains the shapes, and n is known only at the end. So space is reserved for the
+    # header, tokens are written after it as they come, indices go to a temporary file, and the header is filled in last.
+    with atomic_write(path) as temporary, open(temporary, "wb") as stream, tempfile.TemporaryFile(dir=path.parent) as indices:
+        stream.write(b" " * (8 + _HEADER_ROOM))
+
+        def add(answer: Routing) -> None:
+            nonlocal dim, ranked
+            k, dim = answer.tokens.shape
+            counts.append(k)
+            stream.write(np.ascontiguousarray(answer.tokens, dtype=kind).tobytes())
+            ranked = answer.kept is not None
+            if answer.kept is not None:
+                indices.write(answer.kept.astype("<i2").tobytes())
+
+        yield add
+        rows = [sum(counts)] if packed else [len(counts), counts[0] if counts else 0]
+        end = sum(counts) * dim * kind.itemsize
+        tensors: dict[str, Any] = {"tokens": {"dtype": name, "shape": [*rows, dim], "data_offsets": [0, end]}}
+        if ranked:
+            start, end = end, end + sum(counts) * 2
+            tensors["indices"] = {"dtype": "I16", "shape": rows, "data_offsets": [start, end]}
+            indices.seek(0)
+            shutil.copyfileobj(indices, stream, 1 << 20)
+        if packed:
+            tensors["counts"] = {"dtype": "I32", "shape": [len(counts)], "data_offsets": [end, end + len(counts) * 4]}
+            stream.write(np.asarray(counts, "<i4").tobytes())
+        header = json.dumps({"__metadata__": metadata, **tensors}).encode()
+        if len(header) > _HEADER_ROOM:
+            raise WorkError(f"The header of the token file needs {len(header)} bytes, but only {_HEADER_ROOM} are available.")
+        stream.seek(0)
+        stream.write(struct.pack("<Q", _HEADER_ROOM) + header.ljust(_HEADER_ROOM))

@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medtokenbudget.backbone.attention import REGISTRY
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import REC601, Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
-from medtokenbudget.backbone.preprocess import REC601
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.errors import BudgetError, RequestError
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.model.saved import SHIPPED
 from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k, create_selector, list_selectors, selector_class
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 
 BLOCK = 4
 """Where 'inside' prunes by default."""
@@ -86,18 +85,23 @@ class EarlyRouting:
                 f"Budget {self.budget:g} keeps {k} of {n} patches, but the router's minimum is {selector.minimum}. "
                 f"Use `budget={float(Fraction(selector.minimum, n)):.3g}` or more."
             )
+        size = int(self.router.backbone_fingerprint["image_size"])
         if inside:
             self._check_inside(backbone, selector)
+        elif backbone.preprocessing.image_size < size:
+            raise RequestError(
+                f"The scout looks at images of {size} pixels, but those of the backbone have {backbone.preprocessing.image_size}. "
+                f"Use `image_size={size}` or more."
+            )
         settings: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
         route = EarlyRoute(
-            way=self.way,
+            block=self.block if inside else 0,
             k=k,
             score=score if inside else self._scout(selector, score),
             grid=self.router.grid,
-            size=int(self.router.backbone_fingerprint["image_size"]),
+            size=size,
             settings=settings | ({"block": self.block} if inside else {}),
             requires=tuple(selector.requires),
-            block=self.block,
         )
         return EarlyBackbone(backbone, route)
 
@@ -151,6 +155,11 @@ class EarlyRouting:
         return scores
 
     def _check_inside(self, backbone: Backbone, selector: Selector) -> None:
+        if not 1 <= self.block <= backbone.layer:
+            raise RequestError(
+                f"`route` block:{self.block} does not exist: tokens come from block {backbone.layer}, so it can be block:1 to "
+                f"block:{backbone.layer}."
+            )
         if classless := [name for name in selector.requires if REGISTRY[name].needs_cls and not backbone.has_cls]:
             raise RequestError(
                 f"The router's method '{self.router.main}' reads {', '.join(classless)}, but the backbone has no class token. "

@@ -28,10 +28,10 @@ from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_label
 from medtokenbudget.data.images import require_lesion_values
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.errors import MedTokenBudgetError, NonFiniteError, RequestError, ShapeError
-from medtokenbudget.jobs import ordered_map
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
+from medtokenbudget.routing.conformal import Guarantee
 from medtokenbudget.routing.trainable import ScoredRanker, evaluating
+from medtokenbudget.runtime import ordered_map
 from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
@@ -48,16 +48,10 @@ _FORMS = "`images` must be paths, folders, pictures, arrays, tensors, bytes, ope
 
 @dataclass(frozen=True)
 class ImageSource:
-    """One image to answer for.
+    """One image to answer for: its path, id or 'image 3' as `name`, and what to open as `value`.
 
-    Attributes:
-        name: Its path, its id in a manifest, or 'image 3' for one that was passed as an object.
-        value: What to open: a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
-        mask: Path of its lesion mask, if it has one.
-        reason: Why the image could not be read; empty if it could.
-        mask_reason: Why its mask could not be used although the image was read; empty if it could.
-        size: (width, height) in pixels, once it was read.
-        image_id: Its id in a manifest of the same images; `name` for one that was passed as an object.
+    A value is a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file. `reason` and `mask_reason` say why the image
+    or its mask could not be used. `size` is (width, height) in pixels, once it was read.
     """
 
     name: str
@@ -69,12 +63,10 @@ class ImageSource:
     image_id: str = ""
 
     def open(self) -> Image.Image:
-        """Open the picture in RGB; the error for a file that cannot be read names it."""
         return open_picture(self.value, self.name)
 
 
 def open_picture(value: Any, name: str = "image") -> Image.Image:
-    """Open one image in any form that `expand` takes as an RGB picture."""
     if isinstance(value, ImageSource):
         return value.open()
     if isinstance(value, (np.ndarray, Tensor)):
@@ -113,16 +105,9 @@ def _file(value: Any) -> Path | bytes | None:
 def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: Statistics | None = None) -> Tensor:
     """Turn one image or a batch into the pixels of files, uint8 [B, H, W, 3] on the same device.
 
-    Floats are rounded to the 256 levels of a file, so that a picture gives the same answer in every form.
-
-    Args:
-        images: uint8 from 0 to 255 or floats from 0 to 1, channels (3, or 1 for gray) first or last: [B, 3, H, W], [B, H, W, 3],
-            [3, H, W], [H, W, 3] or [H, W].
-        name: What messages call them.
-        statistics: Mean and standard deviation with which floats were normalized; None if they were not.
-
-    Raises:
-        RequestError: The shape, the type or the values are none of these.
+    Images are uint8 from 0 to 255 or floats from 0 to 1, channels (3, or 1 for gray) first or last: [B, 3, H, W], [B, H, W, 3],
+    [3, H, W], [H, W, 3] or [H, W]. `statistics` are mean and standard deviation with which floats were normalized. Floats are
+    rounded to the 256 levels of a file, so that a picture gives the same answer in every form.
     """
     kind, shape = str(images.dtype).removeprefix("torch."), list(images.shape)
     if kind not in ("uint8", "float16", "bfloat16", "float32", "float64"):
@@ -152,15 +137,11 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
         raise NonFiniteError(f"{name}: the pixels contain NaN or infinite values.")
     if low < -HALF_A_LEVEL or high > 1 + HALF_A_LEVEL:
         if statistics is not None:
-            advice = (
-                "with the mean and standard deviation of `normalized` undone. Check them, and clamp to [0, 1] before normalizing"
-            )
+            advice = "with `normalized` undone. Check its mean and standard deviation, and clamp to [0, 1] before normalizing"
         elif low >= 0 and high > 3:
             advice = "so they seem to be from 0 to 255. Divide them by 255, or pass uint8"
         else:
-            advice = (
-                "so they seem to be normalized. Pass `normalized=True`, or `normalized=(mean, std)` if not with those of the model"
-            )
+            advice = "so they seem to be normalized. Pass `normalized=True`, or `(mean, std)` if not with those of the model"
         raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
     return pixels.mul(255).round().to(torch.uint8)
 
@@ -244,26 +225,17 @@ def _of_path(text: str) -> Iterator[ImageSource]:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Routing:
-    """The patches that a router keeps of one image at one budget.
-
-    In a notebook it is displayed as the image with its kept patches; `repr` is one line.
+    """The patches that a router keeps of one image at one budget. A notebook displays the image with its kept patches.
 
     Attributes:
-        image: Path of the image, or 'image 3' for one that was passed as an object.
         scores: float32 [N], what the patches were ranked by (for LATS after smoothing), in raster order. None for mergers.
         kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
         assignment: int64 [N], the output token that each patch went to; -1 for dropped patches.
         budget: Requested share of patches, in (0, 1]; with a guarantee, the share that this image keeps.
-        k: Number of tokens K.
-        grid: (h, w) of the patches, N = h * w.
-        selector: Text of the method, such as 'lats:lesion-first'.
         unfamiliarity: Distance to the training images of the model in units of its limit: above 1 the image is unlike them, and
             its kept patches mean little. None if the model cannot tell.
         lesion: bool [N], lesion patches of the mask, where one was asked for and there is one.
-        guarantee: The guarantee that decided how many patches are kept; None for a budget.
-        source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
-            referenced, not copied.
-        model: The model that routed the image.
+        source: Where the picture comes from. A file is opened again only when it is shown.
     """
 
     image: str
@@ -299,7 +271,6 @@ class Routing:
 
     @property
     def n_patches(self) -> int:
-        """Number of patches N."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -313,27 +284,18 @@ class Routing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the tokens as JSON values."""
-        return {
-            "image": self.image,
-            "budget": self.budget,
-            "k": self.k,
-            "grid": list(self.grid),
-            "selector": self.selector,
-            "unfamiliarity": self.unfamiliarity,
-            "kept": None if self.kept is None else self.kept.tolist(),
-            "scores": None if self.scores is None else [float(score) for score in self.scores],
-        }
+        plain = {name: getattr(self, name) for name in ("image", "budget", "k", "selector", "unfamiliarity")}
+        kept, scores = (None if values is None else values.tolist() for values in (self.kept, self.scores))
+        return {**plain, "grid": list(self.grid), "kept": kept, "scores": scores}
 
     def overlay(self, mask: Any = None, side: int = 640) -> Image.Image:
         """Draw the image with kept patches clear and dropped ones dimmed, as `mtb.overlay` does.
 
-        Args:
-            mask: Lesion mask to outline, as a path, picture or array. By default the mask of the manifest row, if there is one.
-            side: Length of the longer side in pixels.
+        The mask to outline is by default that of the manifest row; `side` is the longer side in pixels.
+
         """
         if self.source is None:
-            what = type(self).__name__.lower()
-            raise RequestError(f"The {what} of {self.image} does not know its picture. Use mtb.overlay(image, {what}).")
+            raise RequestError(f"The routing of {self.image} does not know its picture. Use mtb.overlay(image, routing).")
         # Here, because the drawing opens pictures with this module.
         from medtokenbudget.model.overlays import overlay
 
@@ -365,7 +327,6 @@ class Routing:
 
     @property
     def box(self) -> tuple[int, int, int, int] | None:
-        """The box of the largest lesion; None if there is no lesion."""
         return self.boxes[0] if self.boxes else None
 
     def crop(self, margin: float = 0.1) -> Image.Image | None:
@@ -381,7 +342,6 @@ class Routing:
 
     @property
     def headline(self) -> str:
-        """The predicted class with its probability; empty where no class is predicted."""
         return ""
 
     def __repr__(self) -> str:
@@ -407,28 +367,20 @@ class Routing:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Prediction(Routing):
-    """The prediction for one image at one budget: a routing, and the classes that the head reads from it.
-
-    Attributes:
-        probabilities: Class name to probability, in the order of the model's classes.
-        label: Class with the highest probability.
-    """
+    """The prediction for one image at one budget: a routing, class `probabilities` by name, and the `label` with the highest."""
 
     probabilities: dict[str, float]
     label: str
 
     @property
     def probability(self) -> float:
-        """Probability of `label`."""
         return self.probabilities[self.label]
 
     @property
     def headline(self) -> str:
-        """The predicted class with its probability."""
         return f"{self.label} {self.probability:.1%}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything except the tokens as JSON values."""
         return {"image": self.image, "label": self.label, "probabilities": self.probabilities} | super().to_dict()
 
 
@@ -518,7 +470,6 @@ def answers(
 
 
 def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:
-    """Collect items until `size` of them are readable."""
     batch: list[Decoded] = []
     readable = 0
     for item in items:
@@ -564,12 +515,9 @@ def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None
     if selector.stochastic and len(tokens) > 1:
         # One image at a time: in a batch the draws of an image would depend on the images before it.
         each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
-        return Selection(**{field.name: _joined([getattr(one, field.name) for one in each]) for field in fields(Selection)})
+        values: Any = {field.name: [getattr(one, field.name) for one in each] for field in fields(Selection)}
+        return Selection(**{name: None if parts[0] is None else torch.cat(parts) for name, parts in values.items()})
     return selector.select(tokens, k, torch.Generator().manual_seed(SEED) if selector.stochastic else None)
-
-
-def _joined(values: Sequence[Tensor | None]) -> Any:
-    return None if values[0] is None else torch.cat([value for value in values if value is not None])
 
 
 def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee, scores: Tensor | None) -> list[Selection]:

@@ -48,17 +48,13 @@ _SUFFIXES: dict[str, tuple[str, str]] = {
     "lesion-first-one-view": ("with one crop", "trained with one off-center crop per image instead of several"),
     "lesion-first-raster": ("with 1D contrast", "with the paper's local contrast along the raster"),
     "lesion-first-zero-padding": ("with zero padding", "with the paper's zero-padded smoothing"),
-    "lesion-first-all-patches": (
-        "with all patches",
-        "with every training step using all patches of an image instead of a sample",
-    ),
+    "lesion-first-all-patches": ("with all patches", "with all patches of an image in every step instead of a sample"),
     "lesion-first-balanced": ("with class weights", "with a classification loss that gives rare classes more weight"),
     "lesion-first-joint": ("trained jointly", "with scorer and classifier trained together"),
     "lesion-first-fixed-grid": ("on a fixed grid", "trained without flips and turns of the token grid"),
-    **{
-        f"{signal}-only": (f"{signal} only", f"with its signals except {signal} switched off at inference")
-        for signal in ("attention", "norm", "contrast")
-    },
+    "attention-only": ("attention only", "with its signals except attention switched off at inference"),
+    "norm-only": ("norm only", "with its signals except norm switched off at inference"),
+    "contrast-only": ("contrast only", "with its signals except contrast switched off at inference"),
     "lesion-first-smoothed": ("smoothed", "with scores averaged over 3 x 3 patches"),
 }
 """Variants of any selector -> what follows its title and its description."""
@@ -100,7 +96,6 @@ def _look_of(selector: str, variant: str) -> Look:
 
 
 def registered(selector: str) -> type[Selector] | None:
-    """Return the class of a selector, or None if it is not installed here."""
     return selector_class(selector) if selector in list_selectors() else None
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -19,21 +19,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medtokenbudget import config as settings
-from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone
-from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone, luminance
 from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.files import exclusive
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model import inference, saved
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
-from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
 DEFAULT_MODEL = "dermoscopy"
@@ -47,6 +45,14 @@ OnError = Callable[[ImageSource], None] | None
 """Takes an image that could not be read, with the `reason`; None raises an error instead."""
 
 
+class Extra(TypedDict, total=False):
+    """Further arguments of `route` and `predict`."""
+
+    batch_size: int
+    retention: float | str | None
+    normalized: Normalized
+
+
 class MedTokenBudget(nn.Module):
     """A frozen backbone with one or more trained routed classifiers.
 
@@ -54,23 +60,14 @@ class MedTokenBudget(nn.Module):
     backbone follows `.to()` but belongs to neither.
 
     Args:
-        backbone: Name, weights and image size of the backbone.
         backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
         classes: Class names in the order of the logits; empty for a router without a head.
         classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
-        train_config: Configuration that the main method was trained with.
         main: The method that is used unless another one is requested.
-        card: Model card in Markdown.
         info: What the run recorded about itself, as JSON values.
         scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
-        familiarity: What tells images that are unlike the training images; None if that was not fitted.
-        guarantees: What was calibrated with `mtb calibrate`.
         tokens_from: The backbone of the kept tokens, with its fingerprint, if the selectors read those of another one, such as
-            pixels. None: the same one.
-        device: 'auto' uses a GPU if there is one.
-
-    Raises:
-        RequestError: If `main` is not one of the classifiers, or only some of them have a head.
+            pixels.
 
     Example:
         >>> model = mtb.load("runs/demo")
@@ -107,14 +104,9 @@ class MedTokenBudget(nn.Module):
         if wrong:
             has = "has no head, but the model has classes" if classes else "has a head, but the model has no classes"
             raise RequestError(f"The method '{wrong[0]}' {has}. Give every method a head, or none.")
-        self.backbone_config = backbone
+        self.backbone_config, self.train_config, self.main, self.card = backbone, train_config, main, card
         self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
-        self.classes = tuple(classes)
-        self.train_config = train_config
-        self.main = main
-        self.card = card
-        self.info: dict[str, Any] = dict(info or {})
-        self.guarantees = tuple(guarantees)
+        self.classes, self.guarantees, self.info = tuple(classes), tuple(guarantees), dict(info or {})
         self.tokens_from = None if tokens_from is None else (tokens_from[0], json.loads(json.dumps(tokens_from[1])))
         self._backbone: Backbone | None = None
         self._token_backbone: Backbone | None = None
@@ -241,8 +233,7 @@ class MedTokenBudget(nn.Module):
 
     def use_backbone(self, backbone: Backbone) -> Self:
         """Use a backbone that is already loaded, for example one for several models; another one is rejected."""
-        _require_same(backbone, self.backbone_fingerprint)
-        self._backbone = backbone
+        self._backbone = _require_same(backbone, self.backbone_fingerprint)
         return self
 
     @property
@@ -251,8 +242,7 @@ class MedTokenBudget(nn.Module):
         if self.tokens_from is None:
             return self.backbone
         if self._token_backbone is None:
-            self._token_backbone = self._loaded(*self.tokens_from)
-            _require_same(self._token_backbone, self.tokens_from[1])
+            self._token_backbone = _require_same(self._loaded(*self.tokens_from), self.tokens_from[1])
         return self._token_backbone
 
     def _loaded(self, config: BackboneConfig, fingerprint: dict[str, Any]) -> Backbone:
@@ -281,15 +271,9 @@ class MedTokenBudget(nn.Module):
         return self.classifiers[method]
 
     def guarantee(self, retention: float | str, coverage: float | str | None = None, selector: str | None = None) -> Guarantee:
-        """Return a calibrated promise about the lesion, to be used instead of a budget.
+        """Return the calibrated promise to keep a share of the lesion, such as 0.95 or '95%', to be used instead of a budget.
 
-        Args:
-            retention: Promised share of the lesion patches, such as 0.95 or '95%'.
-            coverage: None for the promise on average, or the promised share of the images that keep at least `retention`.
-            selector: Method; None means the main one.
-
-        Raises:
-            RequestError: The model was not calibrated for this promise, or was trained again since.
+        Without `coverage` it is the promise on average, otherwise that of keeping so much in this share of the images.
         """
         method = self.main if selector is None else selector
         covered = None if coverage is None else settings.read_share("coverage", coverage)
@@ -305,10 +289,8 @@ class MedTokenBudget(nn.Module):
                     )
                 return guarantee
         known = "; ".join(str(guarantee) for guarantee in self.guarantees if guarantee.selector == method) or "nothing"
-        raise RequestError(
-            f"'{method}' of this model is not calibrated for {promise}. Calibrated: {known}. Use a budget, or calibrate it on "
-            f"images with masks that it was not trained on: `mtb calibrate` with {given}."
-        )
+        advice = f"Use a budget, or calibrate it on images with masks that it was not trained on: `mtb calibrate` with {given}."
+        raise RequestError(f"'{method}' of this model is not calibrated for {promise}. Calibrated: {known}. {advice}")
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -318,14 +300,9 @@ class MedTokenBudget(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
-        """Run the backbone on images that are already resized.
+        """Run the backbone on images uint8 [B, S, S, 3] as `backbone.prepare` returns them, with one lesion mask or None for each.
 
-        Args:
-            pixels: uint8 [B, S, S, 3] as `backbone.prepare` returns them.
-            masks: One lesion mask per image, None for an image without.
-
-        Returns:
-            Tokens with luminance and, if any image has a mask, with lesion labels.
+        The tokens have luminance and, if any image has a mask, lesion labels.
         """
         batch = torch.as_tensor(pixels).to(self.device)
         size = self.backbone.preprocessing.image_size
@@ -445,16 +422,7 @@ class MedTokenBudget(nn.Module):
         """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
         return saved.fingerprint(self.identity, saved.tensors_of(self.classifiers, self.main, self.familiarity))
 
-    def route(
-        self,
-        images: Any,
-        budget: Amount = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        *,
-        retention: float | str | None = None,
-        normalized: Normalized = False,
-    ) -> list[Routing]:
+    def route(self, images: Any, budget: Amount = None, selector: str | None = None, **more: Unpack[Extra]) -> list[Routing]:
         """Route images: return the patches that are kept of each, in order, without classes; also for a model without a head.
 
         Args:
@@ -464,32 +432,15 @@ class MedTokenBudget(nn.Module):
             budget: Share of the patches that is kept, such as 0.3 or '30%', or a guarantee of the model (`model.guarantee(0.95)`);
                 None means `DEFAULT_BUDGET`, or the only one of a model routed early.
             selector: Method to use; None means the main one.
-            batch_size: Images per forward pass.
-            retention: Instead of a budget: share of the lesion to keep, one that the model was calibrated for.
-            normalized: True if float tensors were normalized with mean and std of the model's backbone, `(mean, std)` if with
-                others.
-
-        Raises:
-            RequestError: If an image cannot be read; use `stream` with `on_error` to continue with the others.
+            more: `batch_size`: images per forward pass. `retention`: instead of a budget, the share of the lesion to keep that the
+                model was calibrated for. `normalized`: True if float tensors were normalized with mean and std of the model's
+                backbone, `(mean, std)` if with others.
         """
-        return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Routing))
+        return list(self.stream(images, budget, selector, kind=Routing, **more))
 
-    def predict(
-        self,
-        images: Any,
-        budget: Amount = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        *,
-        retention: float | str | None = None,
-        normalized: Normalized = False,
-    ) -> list[Prediction]:
-        """Like `route`, with the classes that the head of the model reads from the kept patches.
-
-        Raises:
-            NoHeadError: If the model is a router without a head; use `route`.
-        """
-        return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Prediction))
+    def predict(self, images: Any, budget: Amount = None, selector: str | None = None, **more: Unpack[Extra]) -> list[Prediction]:
+        """Like `route`, with the classes that the head reads from the kept patches; a router without a head is a NoHeadError."""
+        return list(self.stream(images, budget, selector, kind=Prediction, **more))
 
     def stream(
         self,
@@ -505,7 +456,7 @@ class MedTokenBudget(nn.Module):
     ) -> Iterator[Answer]:
         """Like `route` (or `predict`, with `kind=mtb.Prediction`), one image at a time in constant memory.
 
-        Images that cannot be read are passed to `on_error`; without it they raise.
+        Images that cannot be read are passed to `on_error`; without it they raise a RequestError.
         """
         amount = self.amount(budget, retention, selector=selector)
         sources = expand(images, self.statistics(normalized))
@@ -542,17 +493,12 @@ class MedTokenBudget(nn.Module):
         return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps, store)
 
     def require_store(self, store: FeatureStore) -> None:
-        """Reject a store whose tokens are not those that this model reads."""
         expected, stored = comparable(self.backbone_fingerprint), comparable(store.config["backbone"])
         if expected != stored:
-            advice = (
-                "The model reads tokens of its own backbone and grid: leave out `store` to compute them, or pass a store of it."
-            )
+            advice = "Leave out `store` to compute the tokens, or pass a store of the model's backbone and grid."
             raise MismatchError.between(f"The store {store.path}", expected, stored, advice)
         if store.config["keep"] != "patches":
-            raise RequestError(
-                f"Store {store.path} contains only routed tokens, but the model reads all patches. Leave out `store`."
-            )
+            raise RequestError(f"Store {store.path} has only routed tokens, but the model reads all patches. Leave out `store`.")
 
     def unfamiliarity(self, tokens: TokenBatch, sight: Sight | None = None) -> Tensor | None:
         """Return the distance [B] of images to the training images; `sight` is what the main method saw of them, if it looked."""
@@ -581,31 +527,20 @@ class MedTokenBudget(nn.Module):
             return self.scout.require_lesion_map()
         selecting = self.classifier(selector).selector
         if not isinstance(selecting, ScoredRanker):
-            raise RequestError(
-                f"The method '{selector or self.main}' gives no lesion probability. Use one that learns scores from masks, such as "
-                "'lats' or 'scout'."
-            )
+            method = selector or self.main
+            raise RequestError(f"The method '{method}' gives no lesion probability. Use one that learns scores, such as 'lats'.")
         self.check_lesions(selector)
         return selecting
 
     @torch.no_grad()
     def lesion_map(self, image: Any, selector: str | None = None) -> np.ndarray:
-        """Return the lesion probability of an image, float32 [h, w] on the finest grid that the method has.
-
-        Args:
-            image: One image in any form that `route` takes.
-            selector: Method to use; None means the main one.
-
-        Raises:
-            RequestError: The method does not score patches by a lesion probability.
-        """
+        """Return the lesion probability of an image as `route` takes it, float32 [h, w] on the finest grid that the method has."""
         if self.scout is not None:
             return self.scout.lesion_map(image)
         selecting = self.require_lesion_map(selector)
         with evaluating(selecting):
             tokens = self.encode(self.backbone.prepare(open_picture(image))[None])
-            probability: np.ndarray = selecting.see(selecting.check(tokens)).lesion[0].float().cpu().numpy()
-        return probability
+            return selecting.see(selecting.check(tokens)).lesion[0].float().cpu().numpy()
 
     def save_pretrained(self, path: Path | str) -> Path:
         """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""
@@ -642,12 +577,6 @@ def load(
         weights: Safetensors file of the backbone, if it is no longer where it was when the model was saved.
         device: 'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ...
 
-    Returns:
-        The model in evaluation mode. Its backbone is loaded when it is first needed.
-
-    Raises:
-        RequestError: If there is no such model, or one of its files is damaged, edited or of another version.
-
     Example:
         >>> model = mtb.load("runs/demo")
         >>> [prediction.label for prediction in model.predict(["photo.jpg"], budget=0.1)]
@@ -679,10 +608,7 @@ def route(
     budget: Amount = None,
     model: MedTokenBudget | Path | str = DEFAULT_MODEL,
     selector: str | None = None,
-    batch_size: int = 16,
-    *,
-    retention: float | str | None = None,
-    normalized: Normalized = False,
+    **more: Unpack[Extra],
 ) -> list[Routing]:
     """Return the patches that a router keeps of images; no training, no labels, no masks.
 
@@ -694,15 +620,12 @@ def route(
     Returns:
         One `Routing` per image: `kept`, `scores`, `tokens`, `unfamiliar`. In a notebook it shows the image with its kept patches.
 
-    Raises:
-        RequestError: If an image cannot be read.
-
     Example:
         >>> routing = mtb.route("photo.jpg", budget=0.3)[0]
         >>> routing.k, routing.tokens.shape, routing.unfamiliar
         (76, (76, 192), False)
     """
-    return loaded(model).route(images, budget, selector, batch_size, retention=retention, normalized=normalized)
+    return loaded(model).route(images, budget, selector, **more)
 
 
 def predict(
@@ -710,10 +633,7 @@ def predict(
     model: MedTokenBudget | Path | str,
     budget: Amount = None,
     selector: str | None = None,
-    batch_size: int = 16,
-    *,
-    retention: float | str | None = None,
-    normalized: Normalized = False,
+    **more: Unpack[Extra],
 ) -> list[Prediction]:
     """Predict classes of images from the patches that a model keeps. The arguments are those of `MedTokenBudget.route`, and:
 
@@ -723,19 +643,14 @@ def predict(
     Returns:
         One `Prediction` per image: `label`, `probabilities`, and everything that a `Routing` has.
 
-    Raises:
-        RequestError: If an image cannot be read.
-        NoHeadError: If the model is a router without a head.
-
     Example:
         >>> mtb.predict("photo.jpg", "runs/demo", budget=0.3)[0].label
         'NV'
     """
-    return loaded(model).predict(images, budget, selector, batch_size, retention=retention, normalized=normalized)
+    return loaded(model).predict(images, budget, selector, **more)
 
 
 def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:
-    """Return a model itself, or load what `load` takes."""
     return model if isinstance(model, MedTokenBudget) else load(model)
 
 
@@ -756,16 +671,16 @@ def _readable(answers: Iterable[tuple[ImageSource, Answer | None]], on_error: On
 
 
 def _portable(config: BackboneConfig, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a backbone without folders of this machine."""
     weights = None if config.weights is None else Path(config.weights).name
     return {**settings.to_dict(config), "weights": weights, "name": fingerprint["name"]}
 
 
-def _require_same(backbone: Backbone, fingerprint: dict[str, Any]) -> None:
+def _require_same(backbone: Backbone, fingerprint: dict[str, Any]) -> Backbone:
     expected, given = comparable(fingerprint), comparable(backbone.fingerprint)
     if expected != given:
         advice = "The classifiers were trained on tokens of another backbone. Use its weights and image size."
         raise MismatchError.between("The backbone", expected, given, advice)
+    return backbone
 
 
 def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:

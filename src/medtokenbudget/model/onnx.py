@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.backbone import luminance
 from medtokenbudget.config import DEFAULT_BUDGET, NOTICE
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.heads import Head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model.inference import select
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 
 Graph = Literal["routing", "whole"]
 OPSET = 18
@@ -51,18 +51,9 @@ def export_onnx(
 ) -> Path:
     """Write `<graph>-<selector>-<budget>.onnx` with a fixed K and any batch size, checked against PyTorch.
 
-    Args:
-        model: The model; it is moved to the CPU for the export and back.
-        out: Folder to write to.
-        budget: Share of the patches that is kept, in (0, 1].
-        graph: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
-            images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N]
-            in place of logits.
-        selector: Method to export; None means the main one.
-
-    Raises:
-        RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
-        WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.
+    The graph 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
+    images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N] in place
+    of logits. If graph and model disagree, that is a WorkError, and nothing is written.
     """
     _require_onnx()
     method = model.main if selector is None else selector
@@ -132,7 +123,6 @@ class ImageGraph(nn.Module):
 
 
 def _mean_of(patches: Tensor, indices: Tensor) -> Tensor:
-    """Return the mean [B, D] of the patches [B, N, D] at `indices` [B, K]."""
     return torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1])).mean(1)
 
 
@@ -144,9 +134,7 @@ def _graph(model: MedTokenBudget, budget: float, graph: Graph, method: str) -> R
     classifier = model.classifier(method)
     selector, head = classifier.selector, classifier.head
     if head is not None and head.reads == "tokens":
-        raise RequestError(
-            f"Head '{head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
-        )
+        raise RequestError(f"Head '{head.name}' reads tokens, so it cannot be exported. Use the head mlp or linear.")
     if model.early is not None:
         return ImageGraph(model, classifier.required_head)
     foreign = [name for name in selector.requires if name not in SIGNALS]
@@ -202,7 +190,6 @@ def _metadata(model: MedTokenBudget, budget: float, graph: Graph, selector: str)
 def _check(
     path: Path, model: MedTokenBudget, graph: RoutingGraph | ImageGraph, inputs: dict[str, Tensor], classifier: RoutedClassifier
 ) -> None:
-    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
     values, indices = _run(path, inputs).values()
     with torch.inference_mode():
         if isinstance(graph, ImageGraph) and not isinstance(graph.end, RoutingGraph):
@@ -224,10 +211,8 @@ def _check(
         difference = (expected - values).abs().max().item()
     if apart > ROUNDING or difference > TOLERANCE:
         what = "logits" if model.has_head else "scores"
-        raise WorkError(
-            f"The exported graph differs from the model ({what} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
-            "nothing was written."
-        )
+        by = f"{what} by {difference:.1e}, scores of kept patches by {apart:.1e}"
+        raise WorkError(f"The exported graph differs from the model ({by}), so nothing was written.")
 
 
 @dataclass(frozen=True)
@@ -265,13 +250,10 @@ class TokensGraph(nn.Module):
         batch = TokenBatch(tokens.patches, tokens.grid, cls=tokens.cls, luminance=luminance(pixels, tokens.grid), **fields)
         main, *others = self.rankers
         sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, batch)
-        outputs: tuple[Tensor, ...] = (
-            tokens.patches,
-            torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]),
-        )
+        outputs = [tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)])]
         if isinstance(main, ScoredRanker) and main.finer:
-            outputs = (*outputs, sight.lesion[0])
-        return outputs if self.familiarity is None else (*outputs, self.familiarity(sight.features))
+            outputs.append(sight.lesion[0])
+        return tuple(outputs if self.familiarity is None else [*outputs, self.familiarity(sight.features)])
 
 
 class HeadsGraph(nn.Module):
@@ -372,7 +354,6 @@ def _write_web_graph(path: Path, graph: nn.Module, examples: Sequence[dict[str, 
 
 
 def _run(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the outputs of a file by name, from onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -388,7 +369,6 @@ def _require_onnx() -> None:
 
 @contextmanager
 def _on_cpu(model: MedTokenBudget) -> Iterator[None]:
-    """Move a model to the CPU and to evaluation mode inside the block, where graphs are made, and back."""
     device = model.device
     model.to("cpu")
     try:
@@ -399,20 +379,13 @@ def _on_cpu(model: MedTokenBudget) -> Iterator[None]:
 
 
 def _exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], dynamic_shapes: Any = None) -> Any:
-    """Export a graph with these example inputs, as an ONNX message."""
     # The exporter reports its own optimizations at length; what matters is checked afterwards.
     logging.disable(logging.WARNING)
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            names: dict[str, Any] = {"input_names": list(inputs), "output_names": outputs, "dynamic_shapes": dynamic_shapes}
             program = torch.onnx.export(
-                graph.eval(),
-                tuple(inputs.values()),
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=list(inputs),
-                output_names=outputs,
-                dynamic_shapes=dynamic_shapes,
-                verbose=False,
+                graph.eval(), tuple(inputs.values()), dynamo=True, opset_version=OPSET, verbose=False, **names
             )
     finally:
         logging.disable(logging.NOTSET)

@@ -26,18 +26,14 @@ WARNING = "Unlike the training images: do not rely on what was kept"
 
 
 def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) -> Image.Image:
-    """Draw an image with the patches that a prediction kept.
+    """Draw an image with the patches that a prediction or routing kept, as an RGB picture with a caption line.
 
     Dropped patches are dimmed. A selector that merges patches drops none; there the lines separate patches of different tokens.
 
     Args:
         image: The image of the prediction, as a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
-        prediction: A prediction or routing of this image.
         mask: Lesion mask to outline, in the same forms.
         side: Length of the longer side in pixels.
-
-    Returns:
-        An RGB picture with a caption line: class and probability (of a prediction), method, budget, K of N.
 
     Example:
         >>> prediction = model.predict("photo.jpg", budget=0.3)[0]
@@ -98,7 +94,6 @@ def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[
 
 
 def _draw_borders(draw: ImageDraw.ImageDraw, groups: np.ndarray, rows: list[int], columns: list[int]) -> None:
-    """Draw a line between neighboring patches of different groups."""
     h, w = groups.shape
     for y, x in product(range(h), range(w)):
         if x + 1 < w and groups[y, x] != groups[y, x + 1]:

@@ -25,9 +25,9 @@ from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError,
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.files import exclusive, fetch
 from medtokenbudget.heads import create_head
-from medtokenbudget.model.guarantee import Guarantee
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.routing import create_selector, selector_class
-from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.routing.conformal import Guarantee
 from medtokenbudget.training.familiarity import Familiarity
 
 FORMAT = "medtokenbudget-model"
@@ -50,10 +50,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         if (folder / CONFIG).exists():
             return folder
         if not (inside / CONFIG).exists() and (folder / "run.json").exists():
-            raise RequestError(
-                f"The run {name} has no saved model, because it is unfinished or has no learned method. "
-                "Run its command again, or train a model with `mtb train`."
-            )
+            advice = "Run its command again, or train a model with `mtb train`."
+            raise RequestError(f"The run {name} has no saved model, because it is unfinished or has no learned method. {advice}")
         return inside if (inside / CONFIG).exists() else folder
     if folder.exists():
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
@@ -115,7 +113,7 @@ def write_folder(
     for name, values in tensors.items():
         # One key only: safetensors writes several in an order that changes from call to call.
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
-        files.write_safetensors(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
+        files.write_bytes(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
         hashes[name] = files.sha256_file(folder / name)
     if HEADS not in tensors:
         (folder / HEADS).unlink(missing_ok=True)
@@ -141,9 +139,7 @@ def write_guarantees(folder: Path, guarantees: Sequence[Guarantee], card: str) -
     with exclusive(folder):
         if card != read_card(folder):
             files.write_text(folder / CARD, card)
-        files.write_sealed(
-            folder / CONFIG, {**read_config(folder), "guarantees": [guarantee.to_json() for guarantee in guarantees]}
-        )
+        files.write_sealed(folder / CONFIG, {**read_config(folder), "guarantees": [one.to_json() for one in guarantees]})
 
 
 def describe(classifier: RoutedClassifier) -> dict[str, Any]:
@@ -195,9 +191,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if wrong := [name for name in ("identity", "backbone", "train", "info", "files") if not isinstance(config.get(name), dict)]:
         raise RequestError(f"{path} is damaged: {wrong[0]} must be an object. {_COPY_AGAIN}")
     if not {TENSORS} <= set(config["files"]) <= {TENSORS, HEADS}:
-        raise RequestError(
-            f"{path} is damaged: files must be the hashes of {TENSORS} and, for other methods, {HEADS}. {_COPY_AGAIN}"
-        )
+        raise RequestError(f"{path} is damaged: its files must be {TENSORS} and, for other methods, {HEADS}. {_COPY_AGAIN}")
     return config
 
 
@@ -227,7 +221,6 @@ def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedCl
 
 
 def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors of one file; a file that is missing, damaged, or part of another model is rejected by name."""
     if not path.is_file():
         raise RequestError(f"{path} is missing. {_COPY_AGAIN}")
     try:
@@ -250,7 +243,6 @@ def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _untrained(described: dict[str, Any], dim: int, classes: int, source: Path) -> RoutedClassifier:
-    """Build a classifier with the described architecture and untrained parameters."""
     name, head = described["selector"], described["head"]
     try:
         learned = {"dim": dim} if selector_class(name).learns else {}
@@ -291,7 +283,6 @@ def read_guarantees(source: Path, config: dict[str, Any]) -> list[Guarantee]:
 
 
 def read_card(folder: Path) -> str:
-    """Read the text of `README.md`; empty if there is none."""
     path = folder / CARD
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -19,9 +19,9 @@ from medtokenbudget.backbone.partial import Chosen, block_tokens, resize, resize
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, read_share
 from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError
 from medtokenbudget.model.early import INSIDE, EarlyRouting, is_untrained_router, ranking, untrained_router
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, loaded
 from medtokenbudget.routing import budget_to_k, create_selector, selector_class
+from medtokenbudget.routing.conformal import Guarantee
 
 Router = MedTokenBudget | Path | str | Callable[[Tensor], Tensor] | None
 _count: Callable[[Any, int, int], int] = torch.compiler.assume_constant_result(budget_to_k)
@@ -182,12 +182,13 @@ class Wrapped(nn.Module):
         self._router = (model.to(next(self.model.parameters()).device),)
 
         def scores(images: Tensor, _: Tensor | None) -> Tensor:
-            colors = images.float() * std.to(images.device) + mean.to(images.device)
-            if not torch.compiler.is_compiling() and float(colors.abs().max()) > _FAR:
+            # Resized first: the fewer pixels are the same colors, because the weights of resizing sum to one.
+            colors = resize(images.float(), (size, size)) * std.to(images.device) + mean.to(images.device)
+            if not torch.compiler.is_compiling() and bool((colors.abs() > _FAR).any()):
                 raise RequestError(
                     "The images are not normalized as the model expects them: in [0, 1] they are far outside. Normalize them."
                 )
-            return score(resize(colors, (size, size))).unflatten(1, grid)
+            return score(colors).unflatten(1, grid)
 
         return scores
 

@@ -37,7 +37,6 @@ class Comparison:
 
     @classmethod
     def read(cls, paths: Sequence[Path], by: Sequence[str] = ()) -> Comparison:
-        """Read the run directories; `by` are columns of the manifest that become strata."""
         return cls(tuple(ReportRun.read(path, name, by) for path, name in zip(paths, unique_names(paths))))
 
     @property
@@ -59,7 +58,6 @@ class Comparison:
         return nearest_headline(common) if common else None
 
     def budget_of(self, run: ReportRun) -> float:
-        """Return the budget of a run's headline numbers."""
         return run.headline if self.headline is None else self.headline
 
     @cached_property
@@ -77,7 +75,6 @@ class Comparison:
 
     @cached_property
     def headline_tests(self) -> pd.DataFrame:
-        """The rows of `tests` at the budget of the headline numbers."""
         budgets = {run.name: self.budget_of(run) for run in self.runs}
         return self.tests[np.isclose(self.tests["budget"].astype(float), self.tests["run"].map(budgets).astype(float))]
 
@@ -125,7 +122,6 @@ class Comparison:
         return rows if self.headline is None else rows[np.isclose(rows["budget"], self.headline)]
 
     def _pair(self, other: ReportRun) -> list[pd.DataFrame]:
-        """Test a run minus the first."""
         first, metrics, parts = self.first, self.comparable[other.name], []
         methods = dict.fromkeys([(first.focus, other.focus), *[(m, m) for m in first.methods if m in other.methods]])
         for view in (AS_IS, OFF_CENTER) if metrics else ():
@@ -140,7 +136,6 @@ class Comparison:
         return parts
 
     def _comparable(self, other: ReportRun) -> tuple[str, ...]:
-        """Return the measures that can be paired with the first run; say in `notes` what cannot and why."""
         first = self.first
 
         def note(sentence: str) -> None:
@@ -237,7 +232,6 @@ def _aligned(frame: pd.DataFrame, to: pd.DataFrame, classes: Sequence[str], to_c
 
 
 def _paired(first: pd.DataFrame, other: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
-    """Test `other` minus `first`, one method each; empty when they share no budget or image."""
     common = set(first["budget"]) & set(other["budget"])
     budgets = [budget for budget in HEADLINE_BUDGETS if budget in common] or sorted(common)
     if not budgets:

@@ -121,7 +121,6 @@ def _pictures(run: ReportRun, name: str) -> tuple[Image.Image | None, np.ndarray
 
 
 def _enlarge(patches: np.ndarray) -> np.ndarray:
-    """Enlarge a grid `[h, w]` to pixels `[SIDE, SIDE]`."""
     rows, columns = (np.arange(SIDE) * count // SIDE for count in patches.shape)
     return patches[np.ix_(rows, columns)]
 

@@ -101,17 +101,9 @@ def _over_budgets(comparison: Comparison, metric: str) -> Figure | None:
     elif metric == "retention_of_ceiling":
         axes.axhline(1, **_CEILING_LINE)
     for rows, style, width, band in lines:
-        axes.plot(
-            rows["budget"],
-            rows["value"],
-            color=style.color,
-            marker=style.marker or None,
-            linestyle=style.line,
-            linewidth=width,
-            markersize=6 if width > 2 else 4.5,
-            label=style.title,
-            zorder=1 + width,
-        )
+        line: dict[str, Any] = {"color": style.color, "linestyle": style.line, "linewidth": width, "zorder": 1 + width}
+        line |= {"marker": style.marker or None, "markersize": 6 if width > 2 else 4.5}
+        axes.plot(rows["budget"], rows["value"], label=style.title, **line)
         if band and rows["low"].notna().any():
             axes.fill_between(rows["budget"], rows["low"], rows["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)
     if metric == "retention_of_ceiling":
@@ -146,7 +138,6 @@ def _method_lines(run: ReportRun, metric: str) -> list[Line]:
 
 
 def _run_lines(comparison: Comparison, metric: str) -> list[Line]:
-    """Return a line for the main method of each run."""
     lines = []
     for i, run in enumerate(comparison.runs):
         table = run.curve(metric)
@@ -225,7 +216,6 @@ def training_of(run: ReportRun) -> pd.DataFrame:
 
 
 def _active_losses(run: ReportRun) -> list[str]:
-    """Return the losses with a weight above 0 in the training that `training_of` shows."""
     rows = training_of(run)
     weights = run.info.methods[str(rows["method"].iloc[0])]["config"].get("losses", {}) if len(rows) else {}
     return [name for name in _LOSSES if weights.get(name, 1) > 0]
@@ -237,7 +227,6 @@ def follows_budget(run: ReportRun) -> bool:
 
 
 def _score_histogram(run: ReportRun) -> Figure | None:
-    """Draw the scores of the main method on lesion and background patches."""
     orders = run.orders
     seeds = [] if orders is None else [seed for method, seed in orders.scores if method == run.focus]
     if orders is None or not seeds or not orders.has_mask.any():
@@ -309,7 +298,6 @@ def _retention_model(run: ReportRun) -> Figure | None:
 
 
 def _center_bias(run: ReportRun) -> Figure | None:
-    """Draw the share of the ceiling on the original images and on off-center views, one line per method."""
     study = run.off_center_study
     if study is None:
         return None
@@ -326,15 +314,9 @@ def _center_bias(run: ReportRun) -> Figure | None:
     figure, axes = new_figure(4.9)
     for method in sorted(methods, key=lambda m: -values[1][m]):
         style = look(method)
-        axes.plot(
-            [0, 1],
-            [values[0][method], values[1][method]],
-            color=style.color,
-            marker=style.marker,
-            linestyle=style.line,
-            linewidth=2.6 if method == run.focus else 1.6,
-            label=f"{style.title} {100 * values[1][method]:.1f}",
-        )
+        line = {"color": style.color, "marker": style.marker, "linestyle": style.line}
+        width, label = 2.6 if method == run.focus else 1.6, f"{style.title} {100 * values[1][method]:.1f}"
+        axes.plot([0, 1], [of_view[method] for of_view in values], linewidth=width, label=label, **line)
     axes.set_xticks([0, 1], ["original images", "off-center views"])
     axes.set_xlim(-0.12, 1.12)
     percent_axis(axes, label=f"share of the ceiling at budget {budget:g} (%)")

@@ -40,11 +40,8 @@ _STRATA_DRAWS = 2_000
 class PatchOrders:
     """`routing.safetensors`: the order in which each method keeps the N patches of n original images, and the scores behind it.
 
-    Attributes:
-        order: (method, seed) -> `[n, N]` patch numbers, best first.
-        scores: (method, seed) -> `[n, N]` scores; only for methods that learn to score.
-        lesion: `[n, N]` bool, the lesion patches.
-        has_mask: `[n]` bool.
+    `order` and `scores` map (method, seed) to `[n, N]` patch numbers, best first, and to scores, for methods that learn to score.
+    `lesion` is `[n, N]` bool, `has_mask` `[n]`.
     """
 
     image_ids: list[str]
@@ -56,7 +53,6 @@ class PatchOrders:
 
     @classmethod
     def read(cls, path: Path) -> PatchOrders:
-        """Read the file of a run."""
         try:
             with safe_open(str(path), framework="numpy") as file:
                 about = json.loads((file.metadata() or {})["routing"])
@@ -79,7 +75,6 @@ class PatchOrders:
         return ratio(kept, reachable(lesion.sum(1), k))
 
     def seed_of(self, method: str) -> int | None:
-        """Return the first seed with a patch order of this method."""
         return min((seed for name, seed in self.order if name == method), default=None)
 
 
@@ -104,12 +99,8 @@ class Difference(NamedTuple):
 class ReportRun:
     """One run, read from its directory, with its intervals, tests and strata.
 
-    Attributes:
-        name: Name of the run in a report of several runs.
-        training: `metrics.jsonl`, empty when there is none.
-        manifest: The manifest of the images, or None when it is out of reach.
-        attributes: `attributes.parquet`: the stratum of each image by property; empty when there is none.
-        missing: What the report cannot show and why, one sentence each.
+    `training` is `metrics.jsonl` and `attributes` is `attributes.parquet`, the stratum of each image by property; empty when there
+    is none. `manifest` is None when it is out of reach. `missing` says in sentences what the report cannot show and why.
     """
 
     name: str
@@ -124,15 +115,10 @@ class ReportRun:
 
     @classmethod
     def read(cls, path: Path, name: str = "", by: Sequence[str] = ()) -> ReportRun:
-        """Read a run directory; `by` are columns of its manifest that become strata.
-
-        Raises:
-            RequestError: If `path` is not a run directory of this version, or has no results yet.
-        """
+        """Read a run directory; `by` are columns of its manifest that become strata."""
         if not path.is_dir():
-            raise RequestError(
-                f"{path} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
-            )
+            advice = "Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
+            raise RequestError(f"{path} is not a directory. {advice}")
         info = Run(path)
         results, predictions = info.results, info.predictions
         if results.empty:
@@ -166,7 +152,6 @@ class ReportRun:
 
     @property
     def source(self) -> str:
-        """The kind of source that the images came from, for example `isic`."""
         return (self.info.source.split() or [""])[0]
 
     # Which study, methods and budgets the report is about.
@@ -188,7 +173,6 @@ class ReportRun:
 
     @cached_property
     def main(self) -> pd.DataFrame:
-        """Rows of results.csv of the headline study, original images."""
         return self.cells(self.study, AS_IS)
 
     @cached_property
@@ -207,12 +191,10 @@ class ReportRun:
 
     @cached_property
     def headline(self) -> float:
-        """`HEADLINE_BUDGET`, or the measured budget nearest to it."""
         return nearest_headline(self.budgets)
 
     @cached_property
     def k(self) -> int:
-        """Number of patches kept at the headline budget."""
         rows = self.main[(self.main["method"] == self.focus) & np.isclose(self.main["budget"], self.headline)]
         return int((rows if len(rows) else self.main)["k"].iloc[0])
 
@@ -232,12 +214,10 @@ class ReportRun:
 
     @cached_property
     def n_masked(self) -> int:
-        """Validation images that retention is measured on."""
         return int(self.main["n_masked"].max())
 
     @cached_property
     def methods(self) -> list[str]:
-        """Methods of the headline study, in the order of every table."""
         return self.ordered(self.main["method"])
 
     @cached_property
@@ -265,7 +245,6 @@ class ReportRun:
         return self.focus_of(self.methods)
 
     def focus_of(self, methods: Iterable[str]) -> str:
-        """Return the method among `methods` that the report is about."""
         names = list(methods)
         preferred = next((m for m in (self.info.main, PAPER_RECIPE, *self._learned) if m in names), None)
         rules = [m for m in names if not is_reference(m)]
@@ -273,7 +252,6 @@ class ReportRun:
 
     @cached_property
     def is_trained(self) -> bool:
-        """Whether the method the report is about was trained."""
         return self.focus in self._learned
 
     @cached_property
@@ -283,7 +261,6 @@ class ReportRun:
 
     @property
     def leading(self) -> list[str]:
-        """The method the report is about, then the paper's recipe."""
         return [self.focus, *([self.paper_method] if self.paper_method else [])]
 
     @property
@@ -311,12 +288,10 @@ class ReportRun:
     # Values, intervals and tests.
 
     def cells(self, study: str | None, view: str | None = None) -> pd.DataFrame:
-        """Return the rows of results.csv of one study (and view)."""
         rows = self.results[self.results["study"] == study]
         return rows if view is None else rows[rows["view"] == view]
 
     def images(self, study: str | None, view: str) -> pd.DataFrame:
-        """Return the rows of predictions.parquet of one study and view."""
         rows = self.predictions
         return rows[(rows["study"] == study) & (rows["view"] == view)]
 
@@ -371,7 +346,6 @@ class ReportRun:
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
-        """The share of the ceiling by quartile of lesion size."""
         table = _share_of_ceiling(statistics.by_lesion_size(self._at_headline))
         if len(table):
             spans = table.groupby("stratum")[["smallest", "largest"]].agg({"smallest": "min", "largest": "max"})
@@ -381,7 +355,6 @@ class ReportRun:
 
     @cached_property
     def by_class(self) -> pd.DataFrame:
-        """The share of the ceiling by class."""
         return _share_of_ceiling(statistics.by_class(self._at_headline, self.info.classes))
 
     @cached_property
@@ -399,7 +372,6 @@ class ReportRun:
 
 
 def nearest_headline(budgets: Iterable[float]) -> float:
-    """Return the budget nearest to the headline budget."""
     return float(min(budgets, key=lambda budget: (abs(budget - HEADLINE_BUDGET), budget)))
 
 

@@ -1,4 +1,4 @@
-"""`report`: from the files of one or more runs to tables, figures and `templates/page.html`, and its numbers as JSON."""
+"""`build`: from the files of one or more runs to tables, figures and `templates/page.html`, and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -33,35 +33,6 @@ _PICTURE_KEY = (
 )
 
 
-def report(
-    run: str | os.PathLike[str],
-    *others: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    pictures: bool = True,
-) -> Path:
-    """Write `tables/`, `figures/` and `report.html` for a run, or compare several runs.
-
-    Only the files of the runs are read; nothing is trained or evaluated again.
-
-    Args:
-        run: A run directory.
-        *others: Further run directories to compare with it.
-        out: Where to write. Defaults to the run directory; required for a comparison.
-        pictures: Whether the page shows and names images of the data set. Without them it can be shared where the images cannot.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        RequestError: If a run cannot be read, or several are given without `out`.
-
-    Example:
-        >>> report("runs/demo")  # doctest: +SKIP
-        PosixPath('runs/demo/report.html')
-    """
-    return build([run, *others], out, pictures).page
-
-
 class Built(NamedTuple):
     """What a report wrote: the path of its page, and its headline and comparisons as plain numbers."""
 
@@ -75,9 +46,11 @@ def build(
     pictures: bool = True,
     by: Sequence[str] = (),
 ) -> Built:
-    """Write the report like `report`, and also return the numbers that `mtb report` prints as JSON.
+    """Write `tables/`, `figures/` and `report.html` for a run, or compare several runs.
 
-    `by` are columns of the manifest that the report of one run is also shown by.
+    Only the files of the runs are read; nothing is trained or evaluated again. Without `pictures` the page neither shows nor names
+    images of the data set, so it can be shared where the images cannot. `by` are columns of the manifest that the report of one run
+    is also shown by.
     """
     if len(runs) > 1 and by:
         raise RequestError("`by` shows one run by columns of its manifest. Report the runs one by one.")
@@ -170,18 +143,9 @@ def _headline(run: ReportRun, budget: float) -> dict[str, Any]:
     for metric in shown_in("interval"):
         for method, row in run.by_method(metric, budget).iterrows():
             methods.setdefault(str(method), {})[metric] = {c: _plain(c, row[c]) for c in ("value", "low", "high", "n")}
-    return {
-        "name": run.name,
-        "path": str(run.info.path),
-        "dataset": run.info.dataset,
-        "main": run.info.main,
-        "study": run.study,
-        "budget": budget,
-        "seeds": run.seeds,
-        "n": run.n,
-        "n_masked": run.n_masked,
-        "methods": {method: methods[method] for method in run.ordered(methods)},
-    }
+    about = {"path": str(run.info.path), "dataset": run.info.dataset, "main": run.info.main, "budget": budget}
+    about |= {name: getattr(run, name) for name in ("name", "study", "seeds", "n", "n_masked")}
+    return {**about, "methods": {method: methods[method] for method in run.ordered(methods)}}
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -31,51 +30,18 @@ BACKGROUND = "#8d99a6"
 WIDTH = 4.9
 """Width in inches. Figures are drawn for one column on a phone (about 350 pixels), so that their text stays readable there."""
 
-_RC: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.labelsize": 11,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
+_COLORS = {
+    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), PAPER),
     "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 10.5,
-    "ytick.labelsize": 10.5,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-    "legend.fontsize": 10.5,
-    "figure.facecolor": PAPER,
-    "axes.facecolor": PAPER,
-    "figure.constrained_layout.use": True,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "medtokenbudget",
-    "savefig.dpi": 160,
-    "path.simplify": True,
 }
 
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Apply the settings of this file to Matplotlib and restore the previous ones afterwards."""
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **_RC}):
+    """Apply the house style to Matplotlib and restore the previous settings afterwards."""
+    with matplotlib.rc_context(_COLORS, Path(__file__).with_name("report.mplstyle")):
         yield
 
 

@@ -32,17 +32,9 @@ _LATEX: dict[str, str | int | None] = {
 class Table:
     """Rows of text under columns, together with the raw numbers behind them.
 
-    Attributes:
-        name: File name and anchor.
-        title: What the table shows, in a few words.
-        columns: Headings; the first `labels` of them name the row, the others hold numbers.
-        rows: One text per column; a dash where nothing was measured.
-        data: The raw numbers as written to CSV. They may include rows or columns that the page leaves out.
-        note: How to read the table, with its n.
-        bold: (row, column) of the best value in each column.
-        breaks: Rows with a rule above them.
-        more: What the CSV contains beyond the table, for example `all 117 tests`; shown with the link to it.
-        section: Id of the section of the page that shows it.
+    The first `labels` columns name the row, the others hold numbers. `data` is written to CSV and may include what the page leaves
+    out, which `more` says. `bold` has (row, column) of the best values, `breaks` the rows with a rule above them, `section` is the
+    id of the section of the page that shows the table.
     """
 
     name: str
@@ -58,14 +50,12 @@ class Table:
     section: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write `name.csv`, `name.md` and `name.tex` into `folder`."""
         csv = csv_frame(self.data).to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_text(folder / f"{self.name}.csv", csv)
         write_text(folder / f"{self.name}.md", self.markdown())
         write_text(folder / f"{self.name}.tex", self.latex())
 
     def markdown(self) -> str:
-        """Return the title, the table and the note."""
         rule = ["---" if c < self.labels else "---:" for c in range(len(self.columns))]
         lines = [self.columns, rule]
         lines += [[f"**{cell}**" if (r, c) in self.bold else cell for c, cell in enumerate(row)] for r, row in enumerate(self.rows)]
@@ -75,7 +65,6 @@ class Table:
         )
 
     def latex(self) -> str:
-        """Return a floating table with a caption."""
         body: list[str | list[str]] = []
         for r, row in enumerate(self.rows):
             body += [r"\midrule"] if r in self.breaks else []

@@ -82,7 +82,6 @@ def _templates() -> dict[str, dict[str, str]]:
 
 
 def _words(name: str, **values: Any) -> dict[str, Any]:
-    """Return title, note and `more` of a table."""
     return {key: text.format(brackets=_BRACKETS, **values) for key, text in _templates()[name].items()}
 
 
@@ -99,13 +98,11 @@ def _pivot(
     intervals: bool = False,
     also: Collection[str] = (),
 ) -> Table | None:
-    """Make a table of the mean over seeds; None where no run has a value.
+    """Make a table of the mean over seeds, with the headline `study` of each run unless told otherwise; None where no run has a
+    value.
 
-    Args:
-        study: The study of each run, by default the headline study.
-        budgets: Repeat the rows for each of these budgets, with the deviation over seeds.
-        intervals: Show bootstrap intervals, which only the headline study has.
-        also: Further measures of the CSV.
+    With `budgets` the rows repeat for each of them, with the deviation over seeds. Only the headline study has `intervals`. `also`
+    are further measures of the CSV.
     """
     several, views = comparison.several, list(dict.fromkeys(view for _, _, view, _ in columns))
     metrics = {metric for _, metric, _, _ in columns}
@@ -157,7 +154,6 @@ def _text(cell: Any, interval: bool, deviation: bool) -> str:
 
 
 def _rows(comparison: Comparison, results: dict[str, pd.DataFrame]) -> list[tuple[str, ReportRun]]:
-    """Return (method, run) of every row: the runs of one method below each other."""
     first, methods = comparison.first, {name: set(frame["method"]) for name, frame in results.items()}
     every = [method for frame in results.values() for method in frame["method"]]
     if not comparison.several:
@@ -173,7 +169,6 @@ def _counts(results: pd.DataFrame, method: str) -> str:
 
 
 def _seeds(results: pd.DataFrame) -> str:
-    """Name the seeds behind a table."""
     seeds = ", ".join(map(str, sorted(results["seed"].unique())))
     return f"Mean over seeds {seeds}." if "," in seeds else f"One training run per method (seed {seeds})."
 
@@ -219,7 +214,6 @@ def sweep(comparison: Comparison, metric: str, study: Study | None = None) -> Ta
 
 
 def further_measures(comparison: Comparison) -> Table | None:
-    """Show the remaining columns of results.csv at the headline budget."""
     columns: list[Column] = [(METRICS[m].heading, m, AS_IS, comparison.headline) for m in shown_in("further")]
     words = _words("further-measures", budget=_at_headline(comparison))
     table = _pivot(comparison, "further-measures", columns, words)
@@ -303,7 +297,6 @@ def paired_seeds(run: ReportRun, study: Study) -> list[Table]:
 
 
 def runs(comparison: Comparison) -> Table:
-    """Show what each run is made of."""
     data = pd.DataFrame(
         {
             "run": run.name,
@@ -547,7 +540,6 @@ def own_validation(run: ReportRun) -> Table | None:
 
 
 def promises(run: ReportRun) -> Table | None:
-    """Show what the guarantees of the model keep on these images."""
     guarantees = (run.info.evaluation or {}).get("guarantees") or []
     if not guarantees:
         return None

@@ -63,7 +63,6 @@ def _of_reachable(retention: float, ceiling: float | None) -> str:
 
 
 def _strongest_control(run: ReportRun, values: dict[str, float]) -> str | None:
-    """Return the best of the controls that need neither a mask nor a training."""
     controls = [m for m in CONTROLS if m in values and m != run.focus and not is_reference(m)]
     return max(controls, key=lambda m: values[m], default=None)
 
@@ -109,7 +108,6 @@ def _gap(gap: Difference, signed: bool = True) -> str:
 
 
 def findings(run: ReportRun) -> list[str]:
-    """Say what was found, in one sentence or two each."""
     sentences = [_reachable(run), *[_against_center(run, method) for method in run.leading]]
     sentences += [_against_paper(run), _off_center(run), _accuracy_hides(run)]
     n = run.n_masked or run.n
@@ -119,7 +117,6 @@ def findings(run: ReportRun) -> list[str]:
 
 
 def _reachable(run: ReportRun) -> str:
-    """Say why no method can keep the whole lesion."""
     ceiling = run.at("ceiling").get(run.focus)
     sizes = run.main_predictions.drop_duplicates("image_id")["lesion"].dropna()
     large = int((sizes > run.k).sum())
@@ -130,7 +127,6 @@ def _reachable(run: ReportRun) -> str:
 
 
 def _against_center(run: ReportRun, method: str) -> str:
-    """Say whether the method is better than keeping the middle of the image."""
     if not run.n_masked or method == "center" or method not in run.at("retention"):
         return ""
     name, gap = look(method).title, run.difference(method, "center", "retention")
@@ -144,7 +140,6 @@ def _against_center(run: ReportRun, method: str) -> str:
 
 
 def _against_paper(run: ReportRun) -> str:
-    """Compare the model of the run with the paper's recipe."""
     values = run.at("retention_of_ceiling")
     if run.paper_method is None or not {run.focus, run.paper_method} <= set(values):
         return ""
@@ -153,7 +148,6 @@ def _against_paper(run: ReportRun) -> str:
 
 
 def _off_center(run: ReportRun) -> str:
-    """Say what happens off-center, where a selector that finds the lesion beats one that keeps the middle."""
     study, method = run.off_center_study, run.focus
     values = {} if study is None else run.at("retention_of_ceiling", study=study, view=OFF_CENTER)
     if not {method, "center"} <= set(values) or method == "center":

@@ -93,7 +93,6 @@ class Selector(ABC):
         return budget_to_k(budget, n, self.minimum)
 
     def select_budget(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Selection:
-        """Select with the K of a budget."""
         return self.select(tokens, self.count(budget, tokens.n), generator)
 
     def __call__(
@@ -126,18 +125,15 @@ class Selector(ABC):
             raise ShapeError(f"`prefix` must be the number of tokens in front of the patches, got {prefix} of {n + prefix} tokens.")
         side = math.isqrt(n)
         if grid is None and side * side != n:
-            raise GridError(
-                f"{n} patches are no square. Pass their `grid=(h, w)`, or the number of tokens in front of them as `prefix`: 1 for "
-                "a class token."
-            )
+            advice = "Pass their `grid=(h, w)`, or the number of tokens in front of them as `prefix`: 1 for a class token."
+            raise GridError(f"{n} patches are no square. {advice}")
         if budget is not None and k is not None:
             raise RequestError("`budget` and `k` exclude each other. Leave out one of them.")
         known = [entry.name for entry in fields(TokenBatch) if entry.name not in ("patches", "grid", "places")]
         for name in signals:
             if name == "retention":
-                raise RequestError(
-                    "`retention` needs a calibrated model: `model.route(images, retention=0.95)`. Use a budget here."
-                )
+                advice = "Use a budget here."
+                raise RequestError(f"`retention` needs a calibrated model: `model.route(images, retention=0.95)`. {advice}")
             if name not in known:
                 raise UnknownNameError.of("signal", name, known)
         if "lesion" in signals:
@@ -183,7 +179,6 @@ class Ranker(Selector):
         """Give one finite number per patch, [B, N]; the highest are kept first."""
 
     def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Order the patches from best to worst, int64 [B, N]."""
         return rank(self._scores(self.check(tokens), generator))
 
     @torch.no_grad()  # a ranking has no gradient
@@ -198,18 +193,12 @@ class Ranker(Selector):
         return replace(gather(tokens.patches, rank(scores)[:, :k]), scores=scores)
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Return the pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
         counts = [self.count(budget, tokens.n) for budget in budgets]
         return pooled_means(tokens.patches, self.order(tokens, generator), counts)
 
 
 class Merger(Selector):
-    """Makes K new tokens from the patches. Subclasses write `choose`, which gives a `Selection` with `kept` None.
-
-    Attributes:
-        ranks_by: The field of `TokenBatch` whose highest patches stay unchanged; None if every patch may merge. Early routing
-            chooses by it, and makes the token of the others itself.
-    """
+    """Makes K new tokens from the patches. Subclasses write `choose`, which gives a `Selection` with `kept` None."""
 
     kind: ClassVar[Kind] = "merger"
     ranks_by: ClassVar[str | None] = None

@@ -7,8 +7,9 @@ kind is then at most alpha on average, whatever the scores are worth; poor score
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -25,12 +26,9 @@ _SLACK = 1e-12
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised about the lesion, for the images of a new group on average.
+    """What is promised about the lesion, for the images of a new group on average: the share `retention` of its patches is kept.
 
-    Attributes:
-        retention: Share of the lesion patches that is kept, in (0, 1).
-        coverage: None promises that `retention` is reached on average. A share in (0, 1) promises that this share of the images
-            keeps at least `retention` of their lesion each, which is stricter.
+    With a `coverage`, this share of the images keeps at least `retention` of their lesion each, which is stricter.
 
     Example:
         >>> Promise(0.95).alpha, str(Promise(0.95, coverage=0.9))
@@ -47,7 +45,6 @@ class Promise:
 
     @property
     def alpha(self) -> float:
-        """The largest risk that the promise allows."""
         level = self.retention if self.coverage is None else self.coverage
         return float(1 - Fraction(str(level)))
 
@@ -139,19 +136,10 @@ def pick_threshold(
 ) -> Threshold:
     """Pick the highest threshold that keeps a promise on calibration images, by conformal risk control.
 
-    The exchangeable units are groups (lesions, patients): the loss of a group is the mean over its images. Images without a lesion
-    patch cannot lose any and are left out.
-
-    Args:
-        promise: What is to be promised.
-        scores: `[n, N]` what patches are ranked by; the selector must not have been trained on these images.
-        lesion: `[n, N]` lesion patches.
-        groups: Group of each image; None means that every image is one.
-        minimum: Fewest patches of an image.
-        most: Most patches of an image (a cap); it is part of the rule, so the promise holds with it or is refused.
-
-    Raises:
-        RequestError: There are too few groups for this promise, or the cap does not allow it.
+    The exchangeable units are groups (lesions, patients; by default each image is one): the loss of a group is the mean over its
+    images. Scores and lesion patches are `[n, N]`; the selector must not have been trained on these images. Images without a
+    lesion patch cannot lose any and are left out. `most` patches of an image (a cap) is part of the rule, so the promise holds
+    with it or is refused.
 
     Example:
         >>> scores, lesion = [[0.9, 0.6, 0.2]] * 9, [[1, 1, 0]] * 9
@@ -176,10 +164,8 @@ def pick_threshold(
     unavoidable = float(weight[at == -np.inf].sum())
     if (lowest_bound := corrected_risk(unavoidable, units)) > promise.alpha + _SLACK:
         if units < (needed := groups_needed(promise)):
-            raise RequestError(
-                f"{units} calibration groups cannot promise {promise}: at least {needed} are needed. Add images with masks, or "
-                f"promise less than {100 * units / (units + 1):.4g}%."
-            )
+            advice = f"Add images with masks, or promise less than {100 * units / (units + 1):.4g}%."
+            raise RequestError(f"{units} calibration groups cannot promise {promise}: at least {needed} are needed. {advice}")
         raise RequestError(
             f"The cap does not allow {promise}: keeping as much as it permits can promise at most {100 * (1 - lowest_bound):.4g}%. "
             "Raise the cap, or promise less."
@@ -248,3 +234,78 @@ def _scores(scores: ArrayLike) -> Floats:
     if not np.isfinite(values).all():
         raise NonFiniteError("Scores contain NaN or infinite values, so no threshold can be picked on them.")
     return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee(Promise):
+    """A promise (`retention`, `coverage`), and the threshold on a method's scores that keeps it on images like the calibrated ones.
+
+    Pass it wherever a model takes a budget. An image keeps the patches with the score `threshold` or a higher one, at least
+    `minimum` and at most `most` (a `cap` given as a share), and the promise holds with these limits. `relative` means a threshold
+    on `relative_scores`, as for lesion probabilities. `kept` and `tokens` are the means over the `groups` of the calibration
+    images, `bound` is their risk with the finite-sample correction, `data` and `model` are hashes. With `by` (such as 'class'),
+    `parts` has a row for each value: `value`, `images`, `groups`, `kept`, `tokens`, and whether the promise covers it
+    (`promised`).
+    """
+
+    cap: float | None
+    threshold: float
+    minimum: int
+    most: int
+    selector: str
+    bound: float
+    kept: float
+    tokens: float
+    images: int
+    groups: int
+    dataset: str
+    data: str
+    model: str
+    relative: bool = False
+    by: str | None = None
+    parts: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.minimum <= self.most or not math.isfinite(self.threshold):
+            raise RequestError(f"No rule keeps {self.minimum} to {self.most} patches above a score of {self.threshold}.")
+
+    def counts(self, scores: ArrayLike) -> np.ndarray:
+        """Count the patches `[n]` to keep of images with scores `[n, N]`."""
+        return kept_counts(relative_scores(scores) if self.relative else scores, self.threshold, self.minimum, self.most)
+
+    def keeps(self, promise: Promise, selector: str) -> bool:
+        return (self.retention, self.coverage, self.selector) == (promise.retention, promise.coverage, selector)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Guarantee:
+        """Read the checked values of a `config.json`; what a later version added is ignored."""
+        known = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+        return cls(**{**known, "parts": tuple(values.get("parts", ()))})
+
+    def __str__(self) -> str:
+        each = "" if self.by is None else f", for each {self.by}"
+        return super().__str__() + each + ("" if self.cap is None else f", at most {100 * self.cap:g}% of the patches")
+
+    def table(self) -> list[list[str]]:
+        needed = groups_needed(self)
+        rows = [[str(self.by), "groups", "images", "kept", "patches", "promised"]]
+        for row in self.parts:
+            counts, promised = (f"{row['groups']:,}", f"{row['images']:,}"), row["promised"]
+            measured = (f"{row['kept']:.1%}", f"{row['tokens']:.0f}")
+            rows.append([str(row["value"]), *counts, *measured, "yes" if promised else f"no, {needed} groups are needed"])
+        return rows
+
+    def on_card(self, card: str) -> str:
+        """Return a model card with the table of this guarantee in place of an earlier one of the same promise."""
+        from medtokenbudget.escaping import markdown_text  # loads pandas, which routing does not need
+
+        title = f"## Promise of {self.selector}: {self}"
+        before, _, after = card.partition(f"{title}\n")
+        rest = after[after.find("\n## ") + 1 :] if "\n## " in after else ""
+        head, *rows = [f"| {' | '.join(map(markdown_text, row))} |" for row in self.table()]
+        lines = [title, "", f"Calibrated on {self.dataset}.", "", head, "|" + " --- |" * len(self.table()[0]), *rows, ""]
+        return "\n".join([before.rstrip("\n"), "", *lines]) + (f"\n{rest}" if rest else "")

@@ -35,7 +35,6 @@ class ComparingMerger(Merger):
             self.requires = ("mean_key",)
 
     def compared(self, tokens: TokenBatch) -> Tensor:
-        """Return what is compared, [B, N, D] or [B, N, d] in fp32."""
         if self.compare == "patches":
             return tokens.patches.float()
         assert tokens.mean_key is not None

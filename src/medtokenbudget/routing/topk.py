@@ -30,7 +30,6 @@ def budget_to_k(budget: float | str, n: int, minimum: int = 16) -> int:
 
 
 def check_k(k: int, n: int) -> int:
-    """Return k, if k of n patches can be kept."""
     if isinstance(k, bool) or int(k) != k or not 1 <= k <= n:
         raise CountError(f"Cannot keep {k} of {n} patches. Choose a number from 1 to {n}.")
     return int(k)

@@ -45,13 +45,14 @@ def _code(value: str) -> Markup:
 
 
 def card_text(run: Run, model: MedTokenBudget) -> str:
-    """Write the card of a model that comes from a run, as Markdown."""
     # Escaped here once, because class names are in many cells.
     classes = [_markdown(name) for name in model.classes]
     images = _cells(run, run.predictions, model.main)
     cell = images[images["budget"] == BUDGET]
     labeled = cell[cell["label"] >= 0]
     recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(classes)), index=classes, dtype=float)
+    counts = [int((labeled["label"] == index).sum()) for index in range(len(classes))]
+    rows = [[name, count, percentage(recall)] for name, count, recall in zip(classes, counts, recalls) if count]
     return template(Path(__file__).with_name("card.md"), md=_markdown, code=_code).render(
         run=run,
         model=model,
@@ -66,14 +67,7 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
         data=_data(run, model),
         results=_results(run, model, images[images["budget"].isin(HEADLINE_BUDGETS)]),
         compared=_compared(run, model),
-        recall={
-            "head": ["class", "n", "recall"],
-            "rows": [
-                [name, count, percentage(recalls.iloc[index])]
-                for index, name in enumerate(classes)
-                if (count := int((labeled["label"] == index).sum()))
-            ],
-        },
+        recall={"head": ["class", "n", "recall"], "rows": rows},
         strata=_strata(cell, classes),
         calibration=_calibration(run, model),
         failures=_failures(run, model, cell, recalls if len(labeled) else recalls.iloc[:0]),
@@ -81,14 +75,12 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
 
 
 def _cells(run: Run, table: pd.DataFrame, method: str, view: str = AS_IS) -> pd.DataFrame:
-    """Return the rows of one method and view that belong to the saved model: its first seed, the first study that has them."""
     seed = run.seeds[0] if run.seeds else None
     rows = table[(table["method"] == method) & (table["seed"] == seed) & (table["view"] == view)]
     return rows[rows["study"] == rows["study"].iloc[0]] if len(rows) else rows
 
 
 def _value(run: Run, method: str, budget: float, metric: str, view: str = AS_IS) -> float:
-    """Return one number of `results.csv`; NaN where it was not measured."""
     rows = _cells(run, run.results, method, view)
     rows = rows[np.isclose(rows["budget"].astype(float), budget)]
     return float(rows[metric].iloc[0]) if len(rows) else math.nan
@@ -156,28 +148,18 @@ def _compared(run: Run, model: MedTokenBudget) -> dict[str, Any]:
 
 
 def _strata(cell: pd.DataFrame, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return retention by lesion size and by class; nothing where no image has a mask."""
     if not cell["kept_lesion"].notna().any():
         return []
     tables = {"lesion size": by_lesion_size(cell, draws=DRAWS)}
     if classes:
         tables["class"] = by_class(cell, classes, draws=DRAWS)
-    return [
-        {
-            "head": [name, "lesion patches", "n", "retention", "ceiling"],
-            "rows": [
-                [
-                    Markup(row["stratum"]),
-                    f"{row['smallest']} to {row['largest']}",
-                    row["n"],
-                    with_interval(row["retention"], row["low"], row["high"]),
-                    percentage(row["ceiling"]),
-                ]
-                for _, row in table.iterrows()
-            ],
-        }
-        for name, table in tables.items()
-    ]
+
+    def cells(row: Any) -> list[Any]:
+        kept = with_interval(row["retention"], row["low"], row["high"])
+        return [Markup(row["stratum"]), f"{row['smallest']} to {row['largest']}", row["n"], kept, percentage(row["ceiling"])]
+
+    head = ["lesion patches", "n", "retention", "ceiling"]
+    return [{"head": [name, *head], "rows": [cells(row) for _, row in table.iterrows()]} for name, table in tables.items()]
 
 
 def _calibration(run: Run, model: MedTokenBudget) -> dict[str, Any]:

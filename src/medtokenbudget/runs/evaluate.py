@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, first_line
 from medtokenbudget.files import atomic_write, read_json
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.metrics import agreement
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
@@ -49,7 +50,6 @@ from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.preflight import available_controls
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
 
 Part = Literal["auto", "val", "select", "train", "all"]
@@ -77,9 +77,8 @@ def evaluate_views(
 ) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
     """Evaluate a method on rows of a store, given by view, at every budget.
 
-    Returns:
-        The columns of `predictions.parquet` but the study, class -1 without a head. By view: patch orders and scores with the
-        lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
+    Returns the columns of `predictions.parquet` but the study, class -1 without a head, and by view patch orders and scores with
+    the lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
     """
     selector, head = classifier.selector, classifier.head
     frames: list[pd.DataFrame] = []
@@ -131,9 +130,6 @@ def _annotations(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]
     return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
 
 
-# Images that a model has not seen -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Images that were asked for, with their tokens: rows of the original images and of their off-center crops in the store.
@@ -148,7 +144,6 @@ class HeldOut:
     part: str
 
     def groups_of(self, rows: np.ndarray) -> list[str]:
-        """Return the group of each row; an image without one is a group of its own."""
         known = dict(zip(self.manifest.ids, self.manifest.groups))
         return [known[self.store.ids[row]] for row in rows]
 
@@ -188,7 +183,6 @@ def held_out(
 
 
 def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
-    """Find the images in a store; those that could not be read are counted."""
     rows = opened.rows(wanted.ids, strict=False)
     if not len(rows):
         opened.rows(wanted.ids)  # says which images are missing, and why
@@ -199,7 +193,6 @@ def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
 
 
 def run_of(folder: Path) -> Run | None:
-    """Return the run of a model folder, if it is in one."""
     return Run(folder.parent) if folder.name == "model" and (folder.parent / FILE).is_file() else None
 
 
@@ -231,11 +224,7 @@ def _trained_on(run: Run) -> set[str]:
     return {image for name in ids if (image := images[name]) is not None}
 
 
-# Classes of other data ------------------------------------------------------------------------------------------------
-
-
 def read_mapping(path: Path | str) -> dict[str, str | None]:
-    """Read a mapping file: a JSON object from a class of the data to a class of the model, or null to leave the class out."""
     values: Any = read_json(Path(path))
     if not isinstance(values, dict) or not all(value is None or isinstance(value, str) for value in values.values()):
         raise RequestError(f'{path} must be a JSON object from class names to class names or null, such as {{"nevus": "NV"}}.')
@@ -274,9 +263,6 @@ def in_classes_of(manifest: Manifest, classes: Sequence[str], mapping: Mapping[s
     return replace(manifest, rows=manifest.rows.assign(label=pd.Series(translated, dtype=object)), classes=tuple(classes))
 
 
-# The evaluation of a saved model --------------------------------------------------------------------------------------
-
-
 def evaluate_model(
     run: Run,
     model: MedTokenBudget,
@@ -304,35 +290,43 @@ def evaluate_model(
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
     annotators = _write_tables(run, images, original, by, views, classifiers, budgets)
+    methods = {name: _about(classifier) for name, classifier in classifiers.items()}
+    methods[method]["variant"] = Method.parse(method).variant
+    for name, classifier in classifiers.items():
+        methods[name]["config"] = to_dict(model.train_config) if classifier.selector.learns else {}
+    if not trained:
+        about = {"unfamiliar": _unfamiliar(model, images), "guarantees": _kept_promises(model, images, method)} | about
+    hashes = {"manifest": original.hash, "model": model.fingerprint}
+    _finish(run, images, methods, method, budgets, hashes, None if trained else about | {"annotators": annotators})
+
+
+def _finish(
+    run: Run,
+    images: HeldOut,
+    methods: dict[str, Any],
+    main: str,
+    budgets: Sequence[float],
+    hashes: dict[str, str],
+    about: dict[str, Any] | None,
+) -> None:
+    manifest, study = (
+        images.manifest,
+        {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))},
+    )
+    counts = {"part": images.part, "images": len(manifest), "unreadable": len(manifest) - len(images.rows)}
     run.finish(
-        methods={
-            name: _about(classifier)
-            | {"variant": Method.parse(name).variant if name == method else ""}
-            | {"config": to_dict(model.train_config) if classifier.selector.learns else {}}
-            for name, classifier in classifiers.items()
-        },
-        main=method,
-        studies=[_study(classifiers, budgets)],
+        methods=methods,
+        main=main,
+        studies=[study],
         units=[],
         seeds=[SEED],
-        hashes={"manifest": original.hash, "store": images.store.identity, "model": model.fingerprint},
-        evaluation=None
-        if trained
-        else {
-            "part": images.part,
-            "images": len(images.manifest),
-            "unreadable": len(images.manifest) - len(images.rows),
-            "unfamiliar": _unfamiliar(model, images),
-            "guarantees": _kept_promises(model, images, method),
-            "annotators": annotators,
-            **about,
-        },
+        hashes={**hashes, "store": images.store.identity},
+        evaluation=None if about is None else counts | about,
     )
 
 
 @torch.no_grad()
 def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
-    """Count the images that are unlike the training images of the model; None if it cannot tell."""
     if model.familiarity is None:
         return None
     distances = [model.unfamiliarity(batch.to(model.device)) for batch in images.store.batches(images.rows, 64)]
@@ -340,13 +334,8 @@ def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
 
 
 def _about(classifier: RoutedClassifier) -> dict[str, Any]:
-    """Say what a method is, for `run.json`."""
     head = "none" if classifier.head is None else classifier.head.name
     return {"selector": classifier.selector.name, "head": head, "variant": "", "learned": classifier.selector.learns, "config": {}}
-
-
-def _study(methods: Iterable[str], budgets: Sequence[float]) -> dict[str, Any]:
-    return {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": [float(budget) for budget in budgets]}
 
 
 def _write_tables(
@@ -465,7 +454,6 @@ def own_validation(run: Run | None, method: str, budgets: Sequence[float]) -> li
 
 
 def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[dict[str, Any]]:
-    """Measure what each guarantee of the method keeps on these images."""
     guarantees = [one for one in model.guarantees if one.selector == method]
     rows = images.rows[images.store.lesion.numpy()[images.rows].any(1)]
     if not guarantees or not len(rows):
@@ -476,23 +464,11 @@ def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[
     for one in guarantees:
         counts = one.counts(scores)
         kept = lesion_kept(scores, lesion, counts)
-        measured.append(
-            {
-                "retention": one.retention,
-                "coverage": one.coverage,
-                "cap": one.cap,
-                "kept": group_mean(kept, groups),
-                "reached": group_mean(kept >= one.retention - 1e-9, groups),
-                "tokens": group_mean(counts, groups),
-                "own_tokens": one.tokens,
-                "n": len(rows),
-                "groups": len(set(groups)),
-            }
-        )
+        reached = group_mean(kept >= one.retention - 1e-9, groups)
+        means = {"kept": group_mean(kept, groups), "reached": reached, "tokens": group_mean(counts, groups)}
+        promised = {"retention": one.retention, "coverage": one.coverage, "cap": one.cap, "own_tokens": one.tokens}
+        measured.append({**promised, **means, "n": len(rows), "groups": len(set(groups))})
     return measured
-
-
-# A method that was made without this package ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -514,10 +490,6 @@ def read_kept(path: Path | str, manifest: Manifest, view: str = AS_IS) -> KeptPa
     """Read the rows of one view in a table of kept patches (docs/protocol.md), such as `mtb route` writes.
 
     Every image of the manifest needs a row. A table without the column `view` is about original images.
-
-    Raises:
-        RequestError: The table lacks a column, an image or a budget; an image keeps another number of patches than the others, a
-            patch twice or one outside of the grid; probabilities are not those of the manifest's classes.
     """
     source = Path(path)
 
@@ -629,24 +601,9 @@ def evaluate_kept(run: Run, tables: Mapping[str, KeptPatches], images: HeldOut, 
     classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in available_controls(store)}
     annotators = _write_tables(run, images, original, by, rows, classifiers, budgets, frames, orders)
     foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
-    run.finish(
-        methods={method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}},
-        main=method,
-        studies=[_study([method, *classifiers], budgets)],
-        units=[],
-        seeds=[SEED],
-        hashes={"manifest": original.hash, "store": store.identity},
-        evaluation={
-            "part": images.part,
-            "images": len(images.manifest),
-            "unreadable": len(images.manifest) - len(rows),
-            "guarantees": [],
-            "annotators": annotators,
-            "model": f"the table {method}",
-            "mapping": None,
-            "own": [],
-        },
-    )
+    methods = {method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}}
+    about = {"guarantees": [], "annotators": annotators, "model": f"the table {method}", "mapping": None, "own": []}
+    _finish(run, images, methods, method, budgets, {"manifest": original.hash}, about)
 
 
 def _judge_kept(
@@ -685,9 +642,6 @@ def _judge_kept(
         orders[routing_name(view, "scores", method, SEED)] = table.scores[at].astype(np.float16)
 
 
-# Calibration ----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def patch_scores(store: FeatureStore, rows: np.ndarray, selector: Selector) -> np.ndarray:
     """Compute the scores `[n, N]` that a selector ranks the patches of rows by; they must depend on the image alone."""
@@ -716,9 +670,7 @@ def calibrated(
     method = model.main if selector is None else selector
     classifier = model.classifier(method)
     if model.fixed_budget is not None:
-        raise RequestError(
-            f"The backbone of this model runs at its only budget, {model.fixed_budget:g}, so it cannot be calibrated."
-        )
+        raise RequestError(f"The backbone of this model runs at budget {model.fixed_budget:g} alone, so it cannot be calibrated.")
     rows = images.rows[images.store.has_mask.numpy()[images.rows]]
     lesion = images.store.lesion.numpy()[rows]
     if not lesion.any():
@@ -751,30 +703,20 @@ def calibrated(
         measured = {"kept": group_mean(retained[inside], named), "tokens": group_mean(counts[inside], named)}
         return {"value": value, "images": len(inside), "groups": len(set(named)), **measured, "promised": value in enough}
 
+    rule: dict[str, Any] = {"threshold": threshold.value, "relative": relative, "minimum": minimum, "most": most, "cap": cap}
+    rule |= {name: getattr(threshold, name) for name in ("bound", "images", "groups")}
     return Guarantee(
-        retention=promise.retention,
-        coverage=promise.coverage,
-        cap=cap,
-        threshold=threshold.value,
-        minimum=minimum,
-        most=most,
-        selector=method,
-        bound=threshold.bound,
+        **asdict(promise),
+        **rule,
+        **{"selector": method, "model": model.fingerprint, "dataset": images.manifest.name, "data": images.manifest.hash},
         kept=group_mean(retained, groups),
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
-        images=threshold.images,
-        groups=threshold.groups,
-        dataset=images.manifest.name,
-        data=images.manifest.hash,
-        model=model.fingerprint,
-        relative=relative,
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
     )
 
 
 def check_stratum(by: str | None, manifest: Manifest) -> None:
-    """Reject a stratum that the images have not."""
     known = ("class", "size", *STRATA, *manifest.further)
     if by is not None and by not in known:
         raise UnknownNameError.of("stratum", by, known, "to calibrate `by`")

@@ -21,12 +21,9 @@ DEFAULT_HEAD = "mlp"
 
 @dataclass(frozen=True)
 class Variant:
-    """How a method is trained: a preset, and what the variant's name fixes whatever the user asks for.
+    """How a method is trained: a preset, and the settings by dotted name that the variant `fixes` whatever the user asks for.
 
-    Attributes:
-        preset: Name of the preset that decides what the user did not give; None keeps the settings of the run.
-        fixes: Settings by dotted name.
-        only: The one selector that has the part which the variant changes; None if every selector has it.
+    Without a preset the settings of the run stay. `only` is the one selector that has the part which the variant changes.
     """
 
     preset: str | None = None
@@ -122,12 +119,10 @@ class Method:
 
     @property
     def learned(self) -> bool:
-        """Tell whether the selector itself is trained."""
         return selector_class(self.selector).learns
 
     @property
     def ablation(self) -> str | None:
-        """Return the part of the trained selector that is switched off, or None."""
         return self.variant if self.variant in self._ablations else None
 
     @property
@@ -166,7 +161,6 @@ class Method:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return the options that a selector which does not learn is created with, by its variant."""
         return selector_class(self.selector).variants.get(self.variant, {})
 
     @property
@@ -215,7 +209,6 @@ def with_heads(methods: Sequence[str], heads: Sequence[str] | None) -> tuple[str
 
 
 def method_of(selector: str, config: TrainConfig) -> Method:
-    """Return the method that training a learned `selector` under `config` makes: its name follows from the recipe."""
     method = Method.parse(selector)
     if not method.learned:
         raise RequestError(f"Selector '{selector}' does not learn. Evaluate it with a sweep instead.")

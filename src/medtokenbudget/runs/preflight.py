@@ -137,7 +137,6 @@ def supported_methods(run: Run, methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_needs(run: Run, methods: Sequence[Method]) -> None:
-    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
     store, config, masks = run.store, run.config, _has_training_masks(run)
     if config.router.minimum > store.n:
         raise RequestError(
@@ -164,7 +163,6 @@ def _check_needs(run: Run, methods: Sequence[Method]) -> None:
 
 
 def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
-    """Reject methods and budgets that a store of early routed tokens cannot serve."""
     store = run.store
     foreign = [str(method) for method in methods if not selector_class(method.selector).reads_routed]
     if foreign:
@@ -173,13 +171,11 @@ def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
             f"kept before or inside the backbone. Use the method {READS_ROUTED} (with any head), or a store of all patches."
         )
     if tuple(run.config.budgets) != (budget,):
-        raise RequestError(
-            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Set `budgets` to {budget:g}."
-        )
+        advice = f"Set `budgets` to {budget:g}."
+        raise RequestError(f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. {advice}")
 
 
 def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainConfig) -> None:
-    """Reject a run without labels that has no masks or learns from labels: it can measure retention alone."""
     if not masks:
         raise RequestError(
             "The images have neither class labels nor lesion masks, so there is nothing to learn from. Add masks "
@@ -196,7 +192,6 @@ def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainC
 
 
 def _check_heads(run: Run, methods: Sequence[Method]) -> None:
-    """Reject heads that cannot read as few tokens as the smallest budget keeps."""
     least, patches = min(run.config.budgets), run.store.per_image
     for method in methods:
         # Creating a head draws random weights; the caller's random numbers must not depend on this check.

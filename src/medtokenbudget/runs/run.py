@@ -38,14 +38,9 @@ from medtokenbudget.training.trainer import log_hash
 
 FILE = "run.json"
 FORMAT_VERSION = 3
-RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES = (
-    "results.csv",
-    "predictions.parquet",
-    "routing.safetensors",
-    "metrics.jsonl",
-    "attributes.parquet",
-)
+FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "metrics.jsonl", "attributes.parquet")
 """What a report reads; `run.json` has the hashes."""
+RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES
 PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "safetensors", "pillow")
 _AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
 _FACTS: dict[str, tuple[type, ...]] = {
@@ -61,9 +56,6 @@ _OF_A_METHOD = {"selector", "head", "variant", "learned", "config"}
 
 class Run:
     """What `mtb.train`, `mtb.sweep`, `mtb.reproduce` and `mtb.evaluate` leave behind.
-
-    Args:
-        path: The run directory.
 
     Attributes:
         dataset: Name of the data set, as the user calls it.
@@ -82,9 +74,6 @@ class Run:
         files: Hash of each file that a report reads.
         command: The command line that made the run, if it was made from the command line.
         evaluation: Of `mtb evaluate`: the model, its own validation, how classes were matched. None for a run that trained.
-
-    Raises:
-        RequestError: The directory is not a run, another version wrote it, or `run.json` is damaged.
 
     Example:
         >>> run = mtb.Run("runs/first")
@@ -188,16 +177,12 @@ class Run:
 
     def report(self, out: Path | str | None = None, pictures: bool = True) -> Path:
         """Write the tables, the figures and `report.html`; see `mtb.report`."""
-        from medtokenbudget.reporting.page import report
+        from medtokenbudget.reporting.page import build
 
-        return report(self.path, out=out, pictures=pictures)
+        return build([self.path], out, pictures).page
 
     def file(self, name: str) -> Path:
-        """Return the path of one of `FILES`.
-
-        Raises:
-            RequestError: The file is missing, or its content is not what the run wrote.
-        """
+        """Return the path of one of `FILES`."""
         path = self.path / name
         if not path.is_file() or content_hash(path) != self.files.get(name):
             what = "is damaged: its content does not match its hash in run.json" if path.is_file() else "does not exist"
@@ -219,6 +204,8 @@ class Run:
         }
         # Through JSON, so that a run in memory is the same as one that was read.
         self._take(json.loads(json.dumps(facts, sort_keys=True, default=str)))
+        for name in ("results", "predictions", "model"):  # read before the files were written again
+            vars(self).pop(name, None)
         self._write()
 
     def _take(self, facts: Mapping[str, Any]) -> None:
@@ -258,9 +245,8 @@ def _read_facts(path: Path) -> dict[str, Any]:
     written_by = values.get("format_version", 1)
     if written_by != FORMAT_VERSION:
         made = f"`{values['command']}`" if isinstance(values.get("command"), str) else "the command that made it"
-        raise RequestError(
-            f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. Run {made} again with a new `out`."
-        )
+        advice = f"Run {made} again with a new `out`."
+        raise RequestError(f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. {advice}")
     values = files.unsealed(path / FILE, values, _AGAIN)
     facts = {name: values.get(name) for name in _FACTS}
     wrong = [name for name, allowed in _FACTS.items() if not isinstance(facts[name], allowed)]
@@ -303,13 +289,8 @@ def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
         of_part = manifest.part(part)
         rows = store.rows(of_part.ids, strict=False)
         if not len(rows):  # a scout is trained on images, without their tokens
-            parts[part] = {
-                "images": len(of_part),
-                "masks": int(of_part.rows["mask"].notna().sum()),
-                "classes": {},
-                "masked_classes": {},
-                "lesion_patches": None,
-            }
+            counted = {"images": len(of_part), "masks": int(of_part.rows["mask"].notna().sum())}
+            parts[part] = {**counted, "classes": {}, "masked_classes": {}, "lesion_patches": None}
             continue
         label, masked = store.label.numpy()[rows], store.has_mask.numpy()[rows]
         parts[part] = {
@@ -327,8 +308,6 @@ def _short(argument: str) -> str:
     path = Path(value)
     return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument
 
-
-# The two tables ------------------------------------------------------------------------------------------------------
 
 AS_IS = "as-is"
 """The value of `view` for original images; off-center crops of the same images have `backbone.views.OFF_CENTER`."""
@@ -472,8 +451,6 @@ def headline(results: pd.DataFrame, budget: float = HEADLINE_BUDGET) -> str:
     return "\n".join(lines)
 
 
-# Patch orders --------------------------------------------------------------------------------------------------------
-
 OF_IMAGES = ("lesion", "has_mask", "covered")
 """What `routing.safetensors` holds once for all methods; everything else is of one method."""
 
@@ -497,4 +474,4 @@ def write_tables(
     write_results(out / RESULTS, summarize(predictions, classes))
     # One key: safetensors does not keep the order of several.
     about = {"routing": json.dumps({"image_ids": image_ids, "grid": list(grid)})}
-    files.write_safetensors(out / ROUTING, save(routing, about))
+    files.write_bytes(out / ROUTING, save(routing, about))

@@ -57,14 +57,12 @@ def _groups(frame: pd.DataFrame) -> NDArray[np.int64]:
 
 
 def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -> Floats:
-    """[G, S]: the terms summed over the images of each of the `groups` (sorted)."""
     sums = np.zeros((len(groups), terms.shape[1]))
     np.add.at(sums, np.searchsorted(groups, _groups(frame)), terms)
     return sums
 
 
 def _blocks(groups: int, draws: int) -> Iterator[int]:
-    """Split draws into blocks that stay in the cache."""
     block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
     yield from (min(block, draws - start) for start in range(0, draws, block))
 
@@ -308,7 +306,6 @@ def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[s
     return grouped.agg(mean="mean", std="std", seeds="count").reset_index()
 
 
-# Retention by stratum -------------------------------------------------------------------------------------------------
 # A pooled mean hides the small lesions, which weigh little in it. Strata are cut from `predictions.parquet` afterwards.
 
 QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
@@ -333,7 +330,6 @@ def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS) -> pd.DataFram
 
 
 def by_class(predictions: pd.DataFrame, classes: Sequence[str], draws: int = DRAWS) -> pd.DataFrame:
-    """Compute retention in each class that has masks. Columns: `STRATUM_COLUMNS`."""
     rows = lesion_rows(predictions)
     rows = rows[rows["label"] >= 0]
     named = rows.assign(stratum=np.asarray(classes, dtype=object)[rows["label"].to_numpy(int)])
@@ -374,7 +370,6 @@ def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int) -> 
     return table.sort_values(["_cell", "_rank"], ignore_index=True)[list(STRATUM_COLUMNS)]
 
 
-# The supplement's Gaussian model of retention -------------------------------------------------------------------------
 # Lesion scores are N(s+, sigma^2), background scores N(s-, sigma^2), delta = s+ - s-, a share rho of the patches is lesion. Kept is
 # what lies above the (1 - beta)-quantile of the mixture. The supplement takes that quantile as if the mixture were one normal
 # with deviation sigma; `exact=True` solves for it. The two agree for delta = 0 and part as delta grows: the mixture is wider than

@@ -29,6 +29,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import exclusive, load_tensors, save_tensors
 from medtokenbudget.heads import create_head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Advance, Execution, run_units
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
@@ -49,7 +50,6 @@ from medtokenbudget.runs.run import (
 )
 from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.runtime import cpu_threads, progress, say
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train
 
@@ -118,7 +118,6 @@ def trainings(run: Run, units: Iterable[Unit]) -> list[list[Unit]]:
 
 
 def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Execution) -> None:
-    """Run the units that are not done, side by side, and add those that are done then."""
     jobs = [group for group in trainings(run, units) if not done.issuperset(group)]
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of processes
     # and changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
@@ -144,7 +143,6 @@ def training_bar(units: int) -> Any:
 
 
 def show_epochs(bar: Any, unit: Unit) -> OnEpoch:
-    """Return what shows the epochs of a unit in a bar."""
     return lambda stage, done, total: bar.set_postfix_str(f"{unit.method} (seed {unit.seed}), {stage} epoch {done}/{total}")
 
 
@@ -155,7 +153,6 @@ def say_failed(run: Run, units: Sequence[Unit], done: Collection[Unit]) -> None:
 
 
 def failure(run: Run, unit: Unit) -> str:
-    """Return why a unit has no results."""
     return str(_read_state(folder_of(run, unit)).get("error", "it was not run."))
 
 
@@ -170,16 +167,11 @@ def require_complete(run: Run) -> None:
         )
 
 
-# One unit ------------------------------------------------------------------------------------------------------------
-
-
 def folder_of(run: Run, unit: Unit) -> Path:
-    """Return where a unit keeps its files."""
     return run.path / "units" / unit.name
 
 
 def config_of(run: Run, unit: Unit) -> TrainConfig:
-    """Return the training settings of a unit."""
     return unit.method.config(replace(run.config, seed=unit.seed))
 
 
@@ -272,7 +264,6 @@ def _copy_training(source: Path, folder: Path) -> None:
 
 
 def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: TrainingRows) -> None:
-    """Evaluate a unit on every view of the validation images and write its files."""
     folder, config, head = folder_of(run, unit), config_of(run, unit), classifier.head
     save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(unit.method)})
     views = {AS_IS: rows.validation, OFF_CENTER: rows.off_center}
@@ -282,7 +273,7 @@ def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: Training
     write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True).assign(study=""), run.manifest.classes)
     files.write_json(folder / IMAGES, images)
     tensors = {f"{view}|{name}": value for view, of_view in routing.items() for name, value in of_view.items()}
-    files.write_safetensors(folder / ROUTING, save(tensors))
+    files.write_bytes(folder / ROUTING, save(tensors))
 
 
 def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
@@ -302,9 +293,6 @@ def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
     return RoutedClassifier(selector, head).eval()
 
 
-# From finished units to the files of a run ---------------------------------------------------------------------------
-
-
 def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
     """Write the files of the run from its finished units."""
     frames = {unit: read_predictions(folder_of(run, unit) / PREDICTIONS)[0] for unit in done}
@@ -317,31 +305,21 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
                 parts.append(frame[wanted].assign(study=study.name))
     routing, images = _collect_routing(run, done)
     write_tables(run.path, pd.concat(parts, ignore_index=True), run.manifest.classes, routing, images, run.store.grid)
-    logs = {unit: folder_of(run, unit) / METRICS for unit in done}
-    files.write_lines(
-        run.path / METRICS,
-        [
-            {"unit": unit.name, "method": str(unit.method), "seed": unit.seed, **row}
-            for unit, log in logs.items()
-            if log.exists()
-            for row in files.read_lines(log)
-        ],
-    )
+    epochs = []
+    for unit in done:
+        about = {"unit": unit.name, "method": str(unit.method), "seed": unit.seed}
+        log = folder_of(run, unit) / METRICS
+        epochs += [about | row for row in (files.read_lines(log) if log.exists() else ())]
+    files.write_lines(run.path / METRICS, epochs)
+    methods = {}
+    for method in (unit.method for unit in done):
+        about = {name: getattr(method, name) for name in ("selector", "head", "variant", "learned")}
+        about |= {} if run.manifest.classes else {"head": "none"}
+        methods[str(method)] = about | {"config": to_dict(method.config(run.config))}
     run.finish(
-        methods={
-            str(unit.method): {
-                "selector": unit.method.selector,
-                "head": unit.method.head if run.manifest.classes else "none",
-                "variant": unit.method.variant,
-                "learned": unit.method.learned,
-                "config": to_dict(unit.method.config(run.config)),
-            }
-            for unit in done
-        },
+        methods=methods,
         main=_main_method(done, run.store.fixed_budget is not None),
-        studies=[
-            {"name": study.name, "methods": study.methods, "seeds": study.seeds, "budgets": study.budgets} for study in studies
-        ],
+        studies=[{name: getattr(study, name) for name in ("name", "methods", "seeds", "budgets")} for study in studies],
         units=[unit.name for unit in done],
         seeds=sorted({unit.seed for unit in done}),
         hashes={"manifest": run.manifest.hash, "split": run.manifest.split_hash, "store": run.store.identity},

@@ -62,7 +62,6 @@ def offers(classes: Collection[str]) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=len(SAMPLES))
 def sample_files(name: str) -> tuple[bytes, bytes]:
-    """Draw a sample: its image as JPEG and its lesion mask as PNG with values 0 and 255."""
     sample, image, mask = SAMPLES[name], io.BytesIO(), io.BytesIO()
     drawing = draw(sample.drawn_as, FIRST_SEED + sample.seed, SIZE, sample.off_center)
     Image.fromarray(drawing.image).save(image, format="JPEG", quality=90)

@@ -5,8 +5,10 @@ Other programs rely on them: a change here is a change of the public API.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, Field
 
 from medtokenbudget.serve.service import MAX_BUDGETS, NOTICE
@@ -151,68 +153,15 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 400, 401, 403)}
 
 
-ROUTE_EXAMPLE: dict[str, Any] = {
-    "model": "9f2c…",
-    "notice": NOTICE,
-    "image": {"width": 600, "height": 450, "preview": None},
-    "grid": [2, 2],
-    "n": 4,
-    "classes": ["MEL", "NV"],
-    "budgets": [0.5, 1.0],
-    "lesion": [1, 3],
-    "unfamiliarity": 0.62,
-    "selectors": [
-        {
-            "name": "lats:lesion-first",
-            "kind": "ranker",
-            "k": [2, 4],
-            "order": [3, 1, 0, 2],
-            "scores": [0.2, 0.7, 0.1, 0.9],
-            "groups": None,
-            "retention": [1.0, 1.0],
-            "ceiling": [1.0, 1.0],
-            "retention_of_ceiling": [1.0, 1.0],
-            "promises": [],
-            "probabilities": [[0.8, 0.2], [0.7, 0.3]],
-            "lesion_map": {"grid": [2, 2], "values": [0.2, 0.7, 0.1, 0.9]},
-        }
-    ],
-}
-
-
 def route_description(selectors: list[str]) -> dict[str, Any]:
     """Return the OpenAPI description of /v1/route: its multipart body, with the methods of the model, and its responses."""
-    picture = {"type": "string", "format": "binary"}
-    fields = {
-        "image": {**picture, "description": "JPEG, PNG, TIFF, BMP, WebP, GIF, PPM or JPEG 2000."},
-        "mask": {**picture, "description": "Lesion mask of the image, white on black, with the same aspect ratio."},
-        "selectors": {
-            "type": "array",
-            "items": {"type": "string", **({"enum": selectors} if selectors else {})},
-            "minItems": 1,
-            "description": "Methods to run. Repeat the field or separate names with commas. Default: all that can run.",
-        },
-        "budgets": {
-            "type": "array",
-            "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-            "minItems": 1,
-            "maxItems": MAX_BUDGETS,
-            "description": "Budgets in addition to 0.1, 0.2, ..., 1.0. Repeat the field or separate numbers with commas.",
-        },
-        "retention": {
-            "type": "array",
-            "items": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-            "minItems": 1,
-            "description": "Promises to answer in `promises`, such as 0.95; 422 if the model was not calibrated for "
-            "one. Default: all that it has.",
-        },
-        "preview": {"type": "boolean", "default": False, "description": "Also return the decoded image."},
-    }
-    schema = {"type": "object", "required": ["image"], "additionalProperties": False, "properties": fields}
-    files = {"contentType": "image/png, image/jpeg"}
-    example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
-    content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
-    responses = {200: {"content": {"application/json": {"example": ROUTE_EXAMPLE}}}, **errors(413, 415, 422, 503)}
-    responses[503]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds until the next attempt."}}
+    described = yaml.safe_load(Path(__file__).with_name("route.yaml").read_text(encoding="utf-8"))
+    content, fields = described["content"], described["content"]["schema"]["properties"]
+    fields["budgets"]["maxItems"] = MAX_BUDGETS
+    fields["selectors"]["items"] |= {"enum": selectors} if selectors else {}
+    example = {**described["example"], "notice": NOTICE}
+    responses: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"example": example}}}}
+    responses |= errors(413, 415, 422, 503)
+    responses[503]["headers"] = described["headers"]
     request = {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
     return {"responses": responses, "openapi_extra": request}

@@ -118,7 +118,6 @@ class Turns:
         self._places, self._turn = CapacityLimiter(waiting + 1), Lock()
 
     def require_place(self) -> None:
-        """Raise ApiError if all places are taken."""
         if self._places.available_tokens < 1:
             raise _busy("queue_full", f"The queue is full ({self._places.total_tokens:g} requests).")
 
@@ -188,7 +187,6 @@ def create_app(
 
 
 def _api(service: Service, turns: Turns) -> APIRouter:
-    """Return the operations under /v1."""
     api = APIRouter(prefix="/v1")
     described, samples = service.describe(), offers(service.model.classes)
 
@@ -237,7 +235,6 @@ def _api(service: Service, turns: Turns) -> APIRouter:
 
 
 async def read_form(request: Request, max_bytes: int) -> tuple[dict[str, bytes], dict[str, list[str]]]:
-    """Read the files and the fields of a multipart body; `max_bytes` limits all files together."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise ApiError(415, "wrong_type", f"Expected multipart/form-data with a file 'image', got {kind or 'no content type'}.")
@@ -369,7 +366,6 @@ def server_config(app: ASGIApp, connections: int = 100) -> uvicorn.Config:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a server on `host` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -388,16 +384,14 @@ def find_token(config: ServeConfig) -> str | None:
         if not token:
             raise RequestError(f"{config.token_file} is empty. Write a token to it, such as from `openssl rand -hex 16`.")
     if token is None and not is_loopback(config.host):
-        raise RequestError(
-            f"Other machines can reach {config.host}. Set a token with `token_file` or {TOKEN_VARIABLE}, or leave out `host`."
-        )
+        advice = f"Set a token with `token_file` or {TOKEN_VARIABLE}, or leave out `host`."
+        raise RequestError(f"Other machines can reach {config.host}. {advice}")
     if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
         raise RequestError("The token must consist of printable ASCII characters without spaces.")
     return token
 
 
 def find_service(model: str | Path | None, config: ServeConfig) -> Service:
-    """Load a model, or the router of the package, and run it once."""
     if model is None:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
     name = "dermoscopy" if model is None else str(model)

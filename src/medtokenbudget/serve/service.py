@@ -40,7 +40,6 @@ PREVIEW_SIDE = 1024
 
 
 def index_page() -> str:
-    """Return the page of the explorer."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     return page.replace("{{ notice }}", SHORT_NOTICE).replace("{{ use_notice }}", USE_NOTICE)
 
@@ -133,7 +132,7 @@ class Service:
         demo: bool = False,
         name: str = "MODEL",
     ) -> None:
-        self.model, self.max_bytes, self.max_pixels, self.demo, self.name = model, max_bytes, max_pixels, demo, name
+        self.model, self.max_bytes, self.max_pixels, self.demo, self.name = model, max_bytes, max_pixels, demo, name or "MODEL"
         # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
         self.guarantees = [guarantee for guarantee in model.guarantees if guarantee.model == self.fingerprint]
@@ -146,7 +145,6 @@ class Service:
             return None
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
         (h, w), early = self.model.grid, self.model.early
         return {
             "version": __version__,
@@ -169,16 +167,8 @@ class Service:
         selector, title, about = self.model.classifier(name).selector, look(name).title, look(name).description
         if self.model.fixed_budget is not None:
             title, about = f"Routed early, {title}", "The backbone ran on these patches alone, and the head reads all of them."
-        return {
-            "name": name,
-            "title": title,
-            "about": about,
-            "kind": selector.kind,
-            "learns": selector.learns,
-            "stochastic": selector.stochastic,
-            "needs_mask": self._needs_mask(name),
-            "minimum": selector.minimum,
-        }
+        described = {field: getattr(selector, field) for field in ("kind", "learns", "stochastic", "minimum")}
+        return {"name": name, "title": title, "about": about, "needs_mask": self._needs_mask(name), **described}
 
     def _needs_mask(self, name: str) -> bool:
         return "lesion" in self.model.classifier(name).selector.requires
@@ -224,7 +214,6 @@ class Service:
         }
 
     def _lesion_map(self, name: str, tokens: TokenBatch, image: Image.Image) -> dict[str, Any] | None:
-        """Return the lesion probability that a method sees, from which the page makes mask, boxes and crop."""
         seer = self.seer(name)
         if seer is None:
             return None
@@ -305,7 +294,6 @@ class Service:
         }
 
     def _promise(self, guarantee: Guarantee, tokens: TokenBatch, k: int) -> dict[str, Any]:
-        """Describe the K patches that keep a calibrated promise, and the classes that the head reads from them."""
         classifier, probabilities = self.model.classifier(guarantee.selector), None
         if classifier.head is not None:
             selection = select(classifier.selector, tokens, k)
@@ -314,12 +302,10 @@ class Service:
 
 
 def is_demo(model: str | Path) -> bool:
-    """Return whether this is the demo model, or its run."""
     return Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
 
 
 def retention(kept: Sequence[Any], lesion: np.ndarray, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Return the lesion retention of the patches kept at each K, its ceiling and its share of the ceiling."""
     rows = [retention_of_counts([lesion[one].sum()], [lesion.sum()], [k], [lesion.size]) for one, k in zip(kept, counts)]
     return {
         "retention": [round(row.pooled, 6) for row in rows],
@@ -329,7 +315,6 @@ def retention(kept: Sequence[Any], lesion: np.ndarray, counts: Sequence[int]) ->
 
 
 def _preview(image: Image.Image) -> str:
-    """Return the decoded image as a data URL, reduced for display."""
     small = image.copy()
     small.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE), Image.Resampling.LANCZOS)
     stream = io.BytesIO()

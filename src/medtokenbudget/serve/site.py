@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import atomic_write, exclusive, sha256_file, sha256_json, write_json, write_text
+from medtokenbudget.files import exclusive, sha256_file, sha256_json, write_bytes, write_json, write_text
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.onnx import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
 from medtokenbudget.runtime import say
@@ -81,10 +81,10 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
             shutil.rmtree(folder / name, ignore_errors=True)
         graphs = write_web_graphs(model, folder / "model")
         for name in HASHES:
-            _write(folder / "runtime" / name, (runtime / name).read_bytes())
+            write_bytes(folder / "runtime" / name, (runtime / name).read_bytes())
         for source in STATIC.rglob("*"):
             if source.is_file() and source.name not in ("index.html", WORKER):
-                _write(folder / "static" / source.relative_to(STATIC), source.read_bytes())
+                write_bytes(folder / "static" / source.relative_to(STATIC), source.read_bytes())
         page = index_page()
         assert page.count(SERVICE_ENGINE) == 1, "the page names its engine once"
         write_text(folder / "index.html", page.replace(SERVICE_ENGINE, PAGE_ENGINE))
@@ -120,17 +120,11 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
 
 
 def _write_sample(folder: Path, offer: dict[str, Any]) -> dict[str, Any]:
-    """Write the image and the mask of a sample, and add their paths to its description."""
     name = offer["id"]
     paths = {"image": f"samples/{name}.jpg", "mask": f"samples/{name}_mask.png"}
     for path, data in zip(paths.values(), sample_files(name)):
-        _write(folder / path, data)
+        write_bytes(folder / path, data)
     return offer | paths
-
-
-def _write(path: Path, data: bytes) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(data)
 
 
 def write_description(folder: Path, values: dict[str, Any]) -> None:
@@ -164,7 +158,6 @@ def find_runtime(folder: Path | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the runtime in the cache of this user."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "medtokenbudget" / f"{PACKAGE}-{VERSION}"
 
@@ -199,4 +192,4 @@ def unpack(archive: Path, folder: Path) -> None:
         for name in HASHES:
             member = package.extractfile(f"package/dist/{name}")
             assert member is not None, "the hash of the archive says that it is there"
-            _write(folder / name, member.read())
+            write_bytes(folder / name, member.read())

@@ -78,7 +78,6 @@ def moments_of(values: Tensor) -> list[Tensor]:
 
 
 def add_moments(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Add up moments, entry by entry."""
     return [sum(entries[1:], entries[0]) for entries in zip(*parts)]
 
 
@@ -87,10 +86,6 @@ class Familiarity(nn.Module):
 
     Two Mahalanobis distances are combined as a weighted geometric mean: of the whole image (its class token; without one, the mean
     of its patches), and of its strangest patches (the 90th percentile over the patches).
-
-    Args:
-        dim: Embedding dimension D of the tokens.
-        rank: Number of directions of each covariance.
     """
 
     weight: Tensor
@@ -115,7 +110,6 @@ class Familiarity(nn.Module):
         return torch.stack([self.image(whole(tokens)), strangest], -1)
 
     def combined(self, distances: Tensor) -> Tensor:
-        """Return the weighted geometric mean [B] of distances [B, 2]."""
         return (distances.clamp(min=1e-6).log() * self.weight).sum(-1).exp()
 
 
@@ -133,11 +127,9 @@ class Features:
 
     @property
     def dim(self) -> int:
-        """Number of features D."""
         return self.values.shape[2]
 
     def batches(self, rows: np.ndarray, size: int) -> Iterator[TokenBatch]:
-        """Yield the features of `rows`, `size` images at a time."""
         for part in torch.from_numpy(rows).split(size):
             yield TokenBatch(self.values[part], (1, 1))
 
@@ -171,7 +163,6 @@ def fit_familiarity(
 
 
 def _moments(store: FeatureStore | Features, rows: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the moments of the images and of their patches."""
     batches = store.batches(rows, _BATCH)
     parts = [(moments_of(whole(batch)), moments_of(batch.patches.float().flatten(0, 1))) for batch in batches]
     images, patches = zip(*parts)

@@ -91,7 +91,6 @@ def pool_and_judge(
 
 
 def _measures(batch: TokenBatch, counts: Sequence[int], order: Tensor | None = None, selections: Sequence[Any] = ()) -> np.ndarray:
-    """Measure the four rows `[4, n, T]` of `Evidence`: lesion patches kept, purity, dominated and mass."""
     measures = np.full((4, len(batch), len(counts)), np.nan)
     if batch.lesion is None or batch.has_mask is None:
         return measures

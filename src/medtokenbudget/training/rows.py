@@ -133,7 +133,6 @@ def _say_left_out(store: Path, count: int, reason: str) -> None:
 
 
 def _originals(store: FeatureStore, ids: list[str]) -> np.ndarray:
-    """Return the rows of the original images, without those whose extraction failed."""
     failed = {error.image_id: error.reason for error in store.errors if error.view == IDENTITY}
     if any(name in failed for name in ids):
         _say_left_out(store.path, len(failed), next(iter(failed.values())))
@@ -164,6 +163,5 @@ def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int
 
 
 def require_labels(label: np.ndarray) -> None:
-    """Reject training images without a label."""
     if (missing := int((label < 0).sum())) > 0:
         raise RequestError(f"{missing} training images have no label. Label them in the manifest, or remove them.")

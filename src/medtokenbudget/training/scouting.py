@@ -24,10 +24,9 @@ from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import load_tensors, save_tensors, sha256_json
-from medtokenbudget.jobs import ordered_map
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.routing.selectors.scout import Scout
-from medtokenbudget.runtime import progress, resolve_device, say
-from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.runtime import ordered_map, progress, resolve_device, say
 from medtokenbudget.training.familiarity import Familiarity, Features, fit_familiarity
 from medtokenbudget.training.rows import generator
 

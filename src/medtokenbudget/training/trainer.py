@@ -24,13 +24,13 @@ from medtokenbudget.config import HEADLINE_BUDGETS, CurriculumConfig, TrainConfi
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.files import append_line, dotted, load_tensors, read_lines, save_tensors, sha256_json, write_lines
 from medtokenbudget.heads import Head, create_head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.routing import LearnedSelector, Ranker, Selector, TrainingPass, selector_class
 from medtokenbudget.routing.losses import classification_loss, total_loss
 from medtokenbudget.runtime import resolve_device, say
 from medtokenbudget.tokens import TokenBatch, TokenSet
 from medtokenbudget.training import pooled
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.rows import TrainingRows, class_weights, epoch_order, generator, require_labels
 
 TRAINING_VERSION = 1
@@ -70,9 +70,6 @@ def train(
         if folder is not None:
             write_lines(folder / METRICS, classifier.history)
     return classifier.eval()
-
-
-# A learned selector ---------------------------------------------------------------------------------------------------
 
 
 def _train_selector(
@@ -168,10 +165,8 @@ def _selection_value(store: FeatureStore, rows: np.ndarray, classifier: RoutedCl
     if by_retention:
         rows = rows[store.has_mask.numpy()[rows]]
     if not len(rows):
-        raise RequestError(
-            f"There are no images to choose the epoch by {config.selection_metric} on. Split the manifest again with a selection "
-            "part (`mtb data split`, `select`), or change `selection_metric`."
-        )
+        advice = "Split the manifest again with a selection part (`mtb data split`, `select`), or change `selection_metric`."
+        raise RequestError(f"There are no images to choose the epoch by {config.selection_metric} on. {advice}")
     budgets = HEADLINE_BUDGETS if by_retention else (config.selection_budget,)
     means, evidence = pooled.pool_and_judge(store, rows, selector, budgets, config.seed)
     if not by_retention:
@@ -190,7 +185,6 @@ def _selection_value(store: FeatureStore, rows: np.ndarray, classifier: RoutedCl
     return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
 
 
-# A head behind a fixed selector ---------------------------------------------------------------------------------------
 # Every method uses the same optimizer and budget sampling. Under the strict protocol no epoch is chosen: the rate falls to zero
 # and the last one counts. Under the paper's the rate is constant and the best epoch on validation images counts, as for LATS.
 
@@ -230,7 +224,6 @@ def _train_head(
 
 
 def new_head(name: str, dim: int, classes: int, config: TrainConfig) -> Head:
-    """Create a head whose weights depend on the seed of the training alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return create_head(name, dim, classes)
@@ -295,7 +288,6 @@ def batches_of_store(
 def _drawn_batches(
     label: np.ndarray, config: TrainConfig, epoch: int, classes: int, budgets: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the images of each batch of an epoch, and the number of the budget that was drawn for it."""
     order = epoch_order(label, config, epoch, classes).numpy()
     draws = torch.randint(budgets, (len(order),), generator=generator(config.seed, "budget", epoch)).tolist()
     for number, start in enumerate(range(0, len(order), config.batch_size)):
@@ -329,11 +321,7 @@ def fit_head(
     return stage.history
 
 
-# The epochs of both ---------------------------------------------------------------------------------------------------
-
-
 def cosine_lr(base: float, epoch: int, epochs: int) -> float:
-    """Return the rate of an epoch: a cosine from `base` at epoch 0 to 0 after the last epoch."""
     return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
 
 
@@ -399,10 +387,8 @@ class _Stage:
         """Take a step down the loss of a batch of `n` images, and add to the means that are logged of the epoch."""
         if not math.isfinite(loss.item()):
             named = f" (images {', '.join(list(images)[:4])}, ...)" if images else ""
-            raise WorkError(
-                f"The loss of the {self.name} is not finite in epoch {self.epoch}{named}. "
-                "Lower `lr`, or extract the tokens of these images again."
-            )
+            advice = "Lower `lr`, or extract the tokens of these images again."
+            raise WorkError(f"The loss of the {self.name} is not finite in epoch {self.epoch}{named}. {advice}")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
@@ -412,7 +398,6 @@ class _Stage:
         self.images += n
 
     def _end_epoch(self, row: dict[str, Any], finished: bool) -> None:
-        """Log an epoch and write the checkpoint after it."""
         self.epoch, self.finished = self.epoch + 1, finished
         self.history.append(row)
         if self.folder is None:
@@ -465,12 +450,10 @@ def log_hash(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def split_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors called `prefix...`, without the prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Copy the parameters of a module under a prefix: a later step does not change them."""
     return {f"{prefix}{name}": tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 

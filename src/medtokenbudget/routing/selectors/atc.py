@@ -22,11 +22,8 @@ Linkage = Literal["average", "complete", "single"]
 
 @register_selector("atc")
 class ATC(ComparingMerger):
-    """K clusters by agglomeration; a token is the mean of its cluster.
-
-    Args:
-        linkage: Distance of two clusters: mean, largest or smallest distance between their patches.
-        compare: Compare the 'patches' or, as published, the 'keys' of their block.
+    """K clusters by agglomeration; a token is the mean of its cluster. `linkage` is the mean, largest or smallest distance of
+    patches.
     """
 
     title = "ATC"
@@ -43,7 +40,6 @@ class ATC(ComparingMerger):
         return self._selections(tokens, [k])[0]
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Return the pooled means at each budget from one agglomeration, [B, len(budgets), D] in fp32."""
         selections = self._selections(self.check(tokens), [self.count(budget, tokens.n) for budget in budgets])
         return torch.stack([selection.pooled() for selection in selections], dim=1)
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from medtokenbudget.config import ContextConfig, RouterConfig, TrainConfig
 from medtokenbudget.errors import RequestError, ShapeError
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.routing.trainable import ScoredRanker, with_options
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenBatch
 
 TURNS = 8
@@ -79,7 +79,6 @@ def turned(field: Tensor, turn: int) -> Tensor:
 
 
 def turned_back(field: Tensor, turn: int) -> Tensor:
-    """Undo `turned`."""
     field = field.transpose(1, 2) if turn & 4 else field
     flips = [axis for bit, axis in ((1, 1), (2, 2)) if turn & bit]
     return field.flip(flips) if flips else field
@@ -89,10 +88,8 @@ def turned_back(field: Tensor, turn: int) -> Tensor:
 class ContextSelector(ScoredRanker):
     """Keeps the patches with the highest score of a small convolutional network over the token grid.
 
-    Args:
-        config: Settings of the scorer, with a smoothing of their own: the blocks see the neighborhood themselves.
-        router: Padding of the smoothing, Gumbel temperature and fewest patches.
-        options: Fields of either to replace: `create_selector("context", dim=384, blocks=2)`.
+    The scorer has a smoothing of its own: the blocks see the neighborhood themselves. `options` replace fields of `config` or
+    `router`: `create_selector("context", dim=384, blocks=2)`.
     """
 
     title = "Context (joint)"

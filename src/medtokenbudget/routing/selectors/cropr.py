@@ -19,13 +19,7 @@ from medtokenbudget.tokens import TokenBatch
 
 @register_selector("cropr")
 class Cropr(Probe):
-    """The K patches with the largest dot product with the query (the sum over queries), as in the publication at inference.
-
-    Args:
-        classes: Classes of the auxiliary head.
-        queries: Learned queries; the publication has one for classification.
-        ratio: Width of the MLP behind the attention, times D.
-    """
+    """The K patches with the largest dot product with the query (the sum over queries), as in the publication at inference."""
 
     title = "Cropr"
     description = "Learned queries, trained by an auxiliary classifier, score the patches."

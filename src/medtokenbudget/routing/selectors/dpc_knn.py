@@ -18,11 +18,7 @@ from medtokenbudget.tokens import Selection, TokenBatch
 
 @register_selector("dpc-knn")
 class DPCKNN(Merger):
-    """Centers are the K patches with the largest density times distance to a denser patch; the others join the nearest center.
-
-    Args:
-        neighbors: Nearest neighbors that the density of a patch is computed from.
-    """
+    """Centers are the K patches with the largest density times distance to a denser patch; the others join the nearest center."""
 
     title = "DPC-KNN"
     description = "Merges patches into clusters around density peaks."

@@ -22,9 +22,6 @@ class KMedoids(Merger):
     """The medoids of K clusters: each patch joins the nearest medoid, then the patch with the smallest summed distance leads.
 
     The summed distance counts every patch with its class attention, as the paper's weighted variant does.
-
-    Args:
-        iterations: Alternations of the two steps.
     """
 
     title = "K-medoids"

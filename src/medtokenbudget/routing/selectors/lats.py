@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from medtokenbudget.config import SIGNALS, LATSConfig, RouterConfig, TrainConfig
 from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.routing.signals import feature_norm, local_contrast
 from medtokenbudget.routing.trainable import ScoredRanker, with_options
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenBatch
 
 CONTRAST_REDUCTION = 16
@@ -74,11 +74,8 @@ class LATS(nn.Module):
     ) -> Tensor:
         """Compute the scores before the sigmoid, [B, N] in fp32: the fused form of `forward`.
 
-        Args:
-            generator: Source of the dropout noise; torch's own if None.
-            signals: Signals that stay on; the others enter as zeros.
-            dropout: None means that of the settings in training mode and 0 in evaluation mode.
-            at: [B, T] numbers of the patches to score, giving [B, T]; None means all.
+        `signals` stay on, the others enter as zeros. `dropout` is by default that of the settings in training mode and 0
+        otherwise. `at` [B, T] are the numbers of the patches to score, giving [B, T].
         """
         self._check(tokens)
         tokens = tokens.float()
@@ -145,12 +142,9 @@ def ordered_signals(signals: Sequence[str], known: Sequence[str]) -> tuple[str, 
 
 @register_selector("lats")
 class LATSSelector(ScoredRanker):
-    """Keeps the patches with the highest smoothed LATS score.
+    """Keeps the patches with the highest smoothed LATS score; the paper pads with zeros.
 
-    Args:
-        config: Settings of the scorer.
-        router: Settings of smoothing, noise and the fewest patches; the paper pads with zeros.
-        options: Fields of either to replace: `create_selector("lats", dim=384, neighborhood="grid8", smooth=1)`.
+    `options` replace fields of `config` or `router`: `create_selector("lats", dim=384, neighborhood="grid8", smooth=1)`.
     """
 
     title = "LATS (paper)"

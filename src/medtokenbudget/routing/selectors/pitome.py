@@ -17,12 +17,7 @@ from medtokenbudget.routing.topk import rank
 
 @register_selector("pitome")
 class PiToMe(RoundMerger):
-    """K tokens by rounds of merging among the patches with the highest energy; `weights` are the group sizes.
-
-    Args:
-        margin: Similarity above which a neighbor counts in full; the middle of the published range.
-        compare: Compare the 'patches' or, as published, the 'keys' of their block.
-    """
+    """K tokens by rounds of merging among the patches with the highest energy; `weights` are the group sizes."""
 
     title = "PiToMe"
     description = "Merges patches of large similar groups first, protects isolated ones."

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.layers import GatedAttention
-from medtokenbudget.routing.trainable import Probe
+from medtokenbudget.routing.trainable import GatedAttention, Probe
 
 
 class ProbeHead(nn.Module):
@@ -63,12 +62,7 @@ class GradToken(Probe):
 
 @register_selector("abmil-attention")
 class ABMILAttention(Probe):
-    """Largest gated attention of an attention-based MIL classifier (Ilse et al., ICML 2018) first.
-
-    Args:
-        classes: Classes of the probe.
-        width: Width of the features and of the attention.
-    """
+    """Largest gated attention of an attention-based MIL classifier (Ilse et al., ICML 2018) first."""
 
     title = "ABMIL attention"
     description = "Keeps the patches that a MIL classifier attends to."
@@ -92,11 +86,6 @@ class AttentionProbe(Probe):
     """A class token that attends to the patches, `softmax_n(q_h . k_hn / sqrt(d))`, and a classifier of what its heads gather.
 
     The class token is learned and the same for all images, so its query is a parameter.
-
-    Args:
-        classes: Classes of the probe.
-        heads: Heads of the attention.
-        width: Width of all heads together, and of the classifier.
     """
 
     def __init__(self, dim: int, classes: int = 2, heads: int = 4, width: int = 128, minimum: int = 16) -> None:

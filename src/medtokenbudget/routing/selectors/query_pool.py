@@ -18,12 +18,7 @@ from medtokenbudget.tokens import TokenBatch
 
 @register_selector("query-pool")
 class QueryPool(SoftMerger):
-    """Tokens `sum_n softmax_n(q_k . W x_n / sqrt(width)) x_n` with learned queries q.
-
-    Args:
-        width: Dimension of queries and keys.
-        slots: Largest number of tokens.
-    """
+    """Tokens `sum_n softmax_n(q_k . W x_n / sqrt(width)) x_n` with learned queries q."""
 
     title = "Query pool"
     description = "Mixes all patches into K tokens by attention of learned queries."

@@ -52,11 +52,7 @@ class NoPruning(Ranker):
 
 @register_selector("random")
 class Random(Ranker):
-    """Uniformly drawn patches; the budgets of one draw are nested.
-
-    Args:
-        seed: Seed of the generator that each call makes for itself when it is given none.
-    """
+    """Uniformly drawn patches; the budgets of one draw are nested. `seed` is for calls without a generator."""
 
     reads_patches = False
     title = "Random"

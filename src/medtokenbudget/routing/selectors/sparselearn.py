@@ -25,12 +25,7 @@ _STEPS = 30
 
 @register_selector("sparselearn")
 class SparseLearn(LearnedSelector, Ranker):
-    """The K patches with the highest learned score; gate and denoiser are used in training only.
-
-    Args:
-        hidden: Width of scorer and denoiser.
-        temperature: Softness of the top-K gate.
-    """
+    """The K patches with the highest learned score; gate and denoiser are used in training only."""
 
     title = "SparseLearn"
     description = "Learns scores through a soft top-K gate with noise."

@@ -26,10 +26,6 @@ class TCSSA(SoftMerger):
     """Slot tokens: means of the patches whose two largest gate probabilities include the slot, weighted with them.
 
     A slot that no patch is routed to takes the patch with its largest gate probability.
-
-    Args:
-        routes: Slots that a patch goes to.
-        slots: Largest number of tokens.
     """
 
     title = "TC-SSA"

@@ -15,12 +15,7 @@ from medtokenbudget.tokens import TokenBatch
 
 @register_selector("tokenlearner")
 class TokenLearner(SoftMerger):
-    """Tokens `sum_n softmax_n(MLP_k(x_n)) x_n`.
-
-    Args:
-        hidden: Width of the MLP.
-        slots: Largest number of tokens.
-    """
+    """Tokens `sum_n softmax_n(MLP_k(x_n)) x_n`."""
 
     title = "TokenLearner"
     description = "Mixes all patches into K tokens by learned attention maps."

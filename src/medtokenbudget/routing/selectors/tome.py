@@ -16,11 +16,7 @@ from medtokenbudget.routing.merging import RoundMerger
 
 @register_selector("tome")
 class ToMe(RoundMerger):
-    """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes.
-
-    Args:
-        compare: Compare the 'patches' or the 'keys' of their block.
-    """
+    """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes."""
 
     title = "ToMe"
     description = "Merges similar patches instead of dropping any, so it has purity but no retention."
