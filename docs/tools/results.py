@@ -62,7 +62,7 @@ def milliseconds() -> dict[str, str]:
 def board(backbone: str) -> pd.DataFrame:
     """The ranking: a row per method, columns (value or tie, measure, view); what keeps most off-center first."""
     rows = read("leaderboard").query("backbone == @backbone")
-    wide = rows.pivot_table(["value", "low", "high", "tie"], "method", ["metric", "view"], dropna=False)
+    wide = rows.pivot_table(["value", "low", "high", "tie", "seeds"], "method", ["metric", "view"], dropna=False)
     return wide.sort_values([("value", KEPT, OFF), ("value", F1, OFF)], ascending=False)
 
 
@@ -76,7 +76,8 @@ def protocol_table() -> str:
             value, tie = row["value", metric, view], row["tie", metric, view]
             cells.append("–" if pd.isna(value) else percent(value) + f"{tie:.0f}".translate(TIES))
         said = [f"{value:.1f}" if value else "–" for value in theirs.get(str(method), (0.0, 0.0))]
-        rows.append([name_of(str(method)), *cells, taken[Method.parse(str(method)).selector], *said])
+        once = " (one seed)" if row["seeds", F1, OFF] == 1 else ""
+        rows.append([name_of(str(method)) + once, *cells, taken[Method.parse(str(method)).selector], *said])
     return markdown(["method", "lesion kept", "off-center", "macro F1", "off-center", "ms", "paper: kept", "paper: F1"], rows)
 
 
