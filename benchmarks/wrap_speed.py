@@ -40,12 +40,13 @@ Ways = dict[str, tuple[Any, int]]
 
 
 def ways(shape: str) -> Ways:
-    """The models to compare, one with a router that costs nothing; ToMe's patch knows no rotary positions."""
+    """The models to compare, two with a router that costs nothing; ToMe's patch knows no rotary positions."""
     name, side, small = SHAPES[shape]
     torch.manual_seed(0)
     dense = timm.create_model(name, num_classes=CLASSES, img_size=side)
     found: Ways = {"dense": (dense, side), "wrap": (mtb.wrap(dense, "dermoscopy", DEFAULT_BUDGET), side)}
     found["wrap-free"] = (mtb.wrap(dense, lambda images: images[:, 0, :: side // 16, :: side // 16], DEFAULT_BUDGET), side)
+    found["wrap-block:4"] = (mtb.wrap(dense, "norm", DEFAULT_BUDGET, at="block:4"), side)
     if importlib.util.find_spec("tome") is not None and "dinov3" not in name:
         import tome
 
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0 uses the default of PyTorch.")
     parser.add_argument("--rounds", type=int, default=5, help="Measured rounds.")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16], help="Of the forward pass; none leaves it out.")
     parser.add_argument("--step", type=int, default=8, help="Batch of the training step; 0 leaves it out.")
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

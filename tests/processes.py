@@ -6,6 +6,7 @@ A fork server that has imported everything starts a command in milliseconds; imp
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -17,7 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_PRELOADED = [f"medtokenbudget.{name}" for name in ("api", "runs.paper", "model.onnx", "reporting", "data")]
+assert all(map(importlib.util.find_spec, _PRELOADED)), "the fork server ignores a module that does not exist"
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 _CAPABILITIES_3 = 0x20080522
 _OVERRIDE_PERMISSIONS = 0b1110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
 

@@ -22,6 +22,8 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import exclusive, load_tensors, read_lines, save_tensors
 from tests import processes
 from tests.drawn import Drawn
+from tests.reporting.fake_run import fake_run
+from tests.small_model import draw_images, small_backbone, small_model
 
 
 def _killed_while_writing(folder: Path) -> Path:
@@ -237,41 +239,26 @@ def test_every_writing_command_stops_where_another_process_writes(
     drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     """Held through another open file, as another process would."""
-    from tests.small_model import draw_images, small_backbone, small_model
-
-    place, name = tmp_path / "place", ".lock"
+    place, name = tmp_path / "place", ".p.lock" if what == "predict" else ".lock"
     place.mkdir()
-    backbone = small_backbone(drawn.store_path.parent)
-    view = ["--backbone", backbone.name, "--weights", backbone.weights, "--image-size", 160]
+    weights = small_backbone(drawn.store_path.parent).weights
     if what in ("export", "predict"):
         small_model(tmp_path / "weights", baselines=("center",)).save_pretrained(tmp_path / "model")
-    if what == "predict":
-        name = ".p.lock"
-    commands: dict[str, list[object]] = {
-        "extract": ["extract", drawn.manifest_path, "--store", place, *view],
-        "report": ["report", "RUN", "--out", place],
-        "export": ["export", tmp_path / "model", "--format", "hub", "--out", place],
-        "predict": [
-            "predict",
-            *draw_images(tmp_path / "i", 1),
-            "--model",
-            tmp_path / "model",
-            "--out",
-            place / "p.csv",
-            "--device",
-            "cpu",
-        ],
-        "data": ["data", "synthetic", "--out", place, "--n", 2],
-    }
+        draw_images(tmp_path / "images", 1)
     if what == "report":
-        sweep = ["sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", tmp_path / "run", "--methods", "center"]
-        assert main([str(word) for word in (*sweep, *SMALL, "--head-epochs", 1, "--jobs", 1)]) == 0
-        commands["report"][1] = tmp_path / "run"
+        fake_run(tmp_path / "run", n=8, seeds=(42,), studies=("main",), images=False)
+    command = {
+        "extract": f"{drawn.manifest_path} --store {place} --backbone test_vit --weights {weights} --image-size 160",
+        "report": f"{tmp_path}/run --out {place}",
+        "export": f"{tmp_path}/model --format hub --out {place}",
+        "predict": f"{tmp_path}/images --model {tmp_path}/model --out {place}/p.csv --device cpu",
+        "data": f"synthetic --out {place} --n 2",
+    }[what]
     handle = os.open(place / name, os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
     capsys.readouterr()
     try:
-        assert main([str(word) for word in commands[what]]) == 1
+        assert main([what, *command.split()]) == 1
     finally:
         os.close(handle)
     assert f"{place} is being written by another process." in capsys.readouterr().err

@@ -49,13 +49,10 @@ def test_in_this_process_all_units_are_given_at_once_with_the_state() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["local", "ray"])
-def test_other_processes_open_their_state_once_and_make_every_unit(tmp_path: Path, engine: Any, request: Any) -> None:
-    if engine == "ray":
-        request.getfixturevalue("ray")
+def test_other_processes_open_their_state_once_and_make_every_unit(tmp_path: Path) -> None:
     counted: list[int] = []
     options: dict[str, Any] = {"open_worker": partial(open_state, tmp_path), "advance": counted.append}
-    results = run_units(UNITS, lengths, Execution(engine), processes=2, device="cpu", **options)
+    results = run_units(UNITS, lengths, Execution(), processes=2, device="cpu", **options)
     assert sorted(results) == [("cpu", n) for n in (1, 2, 3, 4)]
     assert sorted(counted) == [1, 2, 3, 4]
     opened = list(tmp_path.iterdir())

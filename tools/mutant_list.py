@@ -28,10 +28,8 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("the filter is not centered", "routing/topk.py", "field, kernel, stride=1, padding=kernel // 2,", "torch.nn.functional.pad(field, (kernel - 1, 0) * 2), kernel, stride=1, padding=0,"),
     ],
     "tests/routing/test_signals.py": [
-        ("entropy is not turned around", "routing/signals.py", "1 + torch.special.xlogy(weights, weights)", "0 - torch.special.xlogy(weights, weights)"),
-        ("entropy over log 2", "routing/signals.py", "sum(-1) / math.log(n)", "sum(-1) / math.log(2)"),
-        ("attention rows are normalized", "routing/signals.py", "if weights.ndim == 4 else weights\n", "if weights.ndim == 4 else weights\n    weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-9)\n"),
-        ("heads are summed", "routing/signals.py", "weights.mean(1) if weights.ndim == 4", "weights.sum(1) if weights.ndim == 4"),
+        ("entropy is not turned around", "backbone/attention.py", "1.0 + torch.special.xlogy(weights, weights)", "0.0 - torch.special.xlogy(weights, weights)"),
+        ("entropy over log 2", "backbone/attention.py", "sum(-1) / math.log(n)", "sum(-1) / math.log(2)"),
         ("the norm of the batch", "routing/signals.py", "norms.amax(1, keepdim=True)", "norms.amax()"),
         ("contrast is similarity", "routing/signals.py", "total[side] += 1 - cosine", "total[side] += cosine"),
         ("contrast is a sum", "routing/signals.py", "(total / count.clamp_min(1)).flatten(1)", "total.flatten(1)"),
@@ -48,7 +46,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("dropout at inference", "routing/trainable.py", "        part.training = False\n", "        pass\n"),
         ("a toggled signal stays on", "routing/selectors/lats.py", "for i, name in enumerate(self.scalars) if name in active]", "for i, name in enumerate(self.scalars)]"),
     ],
-    "tests/routing/test_layers.py": [
+    "tests/routing/test_trainable.py": [
         ("dropout changes the mean", "routing/trainable.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
         ("dropout never sets the sign bit", "routing/trainable.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
     ],

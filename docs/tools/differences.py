@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
+from medtokenbudget.backbone.attention import normalized_entropy
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import decode_image, isic_manifest
-from medtokenbudget.routing import attention_entropy, local_contrast
+from medtokenbudget.routing import local_contrast
 
 KEPT = 76
 
@@ -26,7 +27,7 @@ def entropy_of(attention: torch.nn.Module, tokens: torch.Tensor, prefix: int) ->
     b, t = tokens.shape[:2]
     query, key, _ = attention.qkv(tokens).reshape(b, t, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
     weights = ((query * attention.scale) @ key.transpose(-2, -1)).softmax(-1)
-    return attention_entropy(weights[:, :, prefix:, prefix:])
+    return normalized_entropy(weights[:, :, prefix:, prefix:].mean(1))
 
 
 def agreement(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:

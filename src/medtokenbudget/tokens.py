@@ -179,17 +179,9 @@ class Selection:
     def to(self, device: torch.device | str) -> Selection:
         return replace(self, **{f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)})
 
-    def pooled(self, weighted: bool = False) -> Tensor:
-        """Average the K tokens, [B, D], in fp32.
-
-        `weighted` lets a merged token count for each of its patches. Since merging conserves the mass, that is the mean of all
-        patches at every budget; the head therefore sees the plain mean.
-        """
-        tokens = self.tokens.float()
-        if not weighted:
-            return tokens.mean(1)
-        weights = self.weights.float()
-        return torch.einsum("bk,bkd->bd", weights / weights.sum(1, keepdim=True), tokens)
+    def pooled(self) -> Tensor:
+        """Average the K tokens, [B, D], in fp32. Weighted by size, merged ones would give the same mean at every budget."""
+        return self.tokens.float().mean(1)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def entropy_by_hand(weights: Tensor, prefix: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("layer", [0, 1, -1])
+@pytest.mark.parametrize("layer", [1, -1])
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_attention_equals_the_weights_that_timm_uses(kind: str, layer: int) -> None:
     model = make(kind)

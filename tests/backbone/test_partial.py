@@ -21,10 +21,7 @@ SIZE, N, DEPTH, LAYER = 32, 16, 5, 4
 KINDS = {
     "plain": {},
     "registers": {"reg_tokens": 4, "no_embed_class": True},
-    "registers with positions": {"reg_tokens": 2},
     "no class token": {"class_token": False, "global_pool": "avg", "fc_norm": False},
-    "any image size": {"dynamic_img_size": True},
-    "normed first": {"pre_norm": True, "qk_norm": True},
 }
 
 

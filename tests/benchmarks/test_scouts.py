@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
-from benchmarks.scouts import dice, harder
+from benchmarks.scouts import dice, harder, table
 
 
 def test_a_harder_crop_shows_the_lesion_far_from_its_middle_or_does_not_exist() -> None:
@@ -27,3 +28,20 @@ def test_dice_is_twice_the_common_pixels_over_all() -> None:
     found = np.zeros((4, 4))
     found[:3, :2] = 0.9
     assert dice(found, Image.fromarray(mask)) == pytest.approx(2 * 4 / (8 + 6))
+
+
+def test_the_table_has_the_share_of_the_ceiling_and_the_interval_of_the_difference_to_center() -> None:
+    draw = np.random.default_rng(0)
+    lesion = draw.random((30, 100)) < 0.3
+    scores = {"center": draw.random((30, 100)), "border-contrast": draw.random((30, 100)), "scout": lesion + draw.random((30, 100))}
+    about = {"view": "original", "class": "NV", "lesion": list(lesion), "dice scout": 1}
+    columns = {name: list(values) for name, values in scores.items()}
+    found = table(pd.DataFrame({**about, "lesion id": [str(i // 2) for i in range(30)], **columns}), ["scout"])
+    of_all = found[found["group"] == "all"].set_index("router")
+    kept = [lesion[i, np.argsort(-scores["center"][i])[:30]].sum() for i in range(30)]
+    assert of_all.loc["center", 0.3] == pytest.approx(100 * sum(kept) / np.minimum(lesion.sum(1), 30).sum())
+    assert of_all.loc["scout", 0.3] == 100
+    assert (of_all.loc["center", ["low 0.3", "high 0.3"]] == 0).all()
+    gain = of_all.loc["scout", 0.3] - of_all.loc["center", 0.3]
+    assert 0 < of_all.loc["scout", "low 0.3"] < gain < of_all.loc["scout", "high 0.3"]
+    assert of_all.loc["border-contrast", "low 0.3"] < 0 < of_all.loc["border-contrast", "high 0.3"]

@@ -22,7 +22,8 @@ from medtokenbudget.model import MedTokenBudget, Routing
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.overlays import LESION_EDGE
 from medtokenbudget.model.saved import SHIPPED
-from tests import unlike
+from medtokenbudget.training.familiarity import Familiarity
+from tests.small_model import small_model
 
 BUDGET = 0.3
 
@@ -70,12 +71,13 @@ def test_the_name_means_the_package_and_a_folder_of_that_name_is_loaded_by_its_p
 
 
 def test_stored_tokens_are_routed_as_the_images_are_without_running_the_backbone(
-    root: Path, router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest, store = tmp_path / "m.parquet", tmp_path / "tokens"
+    manifest, store, model = tmp_path / "m.parquet", tmp_path / "tokens", small_model(tmp_path, baselines=())
+    model.familiarity = Familiarity(model.dim, rank=2)
     mtb.data.folder_manifest(root / "photos", root / "masks").write(manifest)
-    mtb.extract(manifest, store, "embedded", dtype="fp32", threads=1)
-    common = ["route", str(manifest), "--device", "cpu", "--box", "--out"]
+    mtb.extract(manifest, store, model.backbone_config, dtype="fp32", threads=1)
+    common = f"route {manifest} --model {model.save_pretrained(tmp_path / 'model')} --device cpu --box --out".split()
     assert main([*common, str(tmp_path / "images")]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(MedTokenBudget, "encode", lambda *_: pytest.fail("the backbone ran"))
@@ -228,7 +230,8 @@ def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
 
 
 def test_a_routing_shows_itself_and_warns_of_what_the_router_does_not_know(router: MedTokenBudget, root: Path) -> None:
-    known, scene = mtb.route([root / "photos" / "p0.jpg", unlike.street(3)], model=router)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
+    known, scene = mtb.route([root / "photos" / "p0.jpg", noise], model=router)
     assert isinstance(known, Routing)
     assert not known.unfamiliar
     assert scene.unfamiliar

@@ -134,9 +134,7 @@ def test_only_what_changed_is_made_again(photos: Path, router: MedTokenBudget, t
         (["--shard-size", "3"], ["--shard-size", "3", "--budget", "0.1"], "budget: expected '0.1', found '0.3'"),
         (["--shard-size", "3"], [], "has a table in shards"),
         ([], ["--shard-size", "3"], "has a table in one file"),
-        ([], ["--shard-size", "-1"], "--shard-size must be at least 0"),
         ([], ["--shard-size", "3", "--table", "csv"], "A table in shards is a Parquet data set"),
-        ([], ["--address", "auto"], "--address only matters with --engine ray"),
     ],
 )
 def test_requests_that_do_not_fit_what_is_there_are_refused(

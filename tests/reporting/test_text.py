@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from medtokenbudget.reporting.intervals import Difference, ReportRun
-from medtokenbudget.reporting.text import failures, findings, page_template
+from medtokenbudget.reporting.text import failures, findings
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,3 @@ def test_failures_name_the_stratum_that_is_kept_least(read_run: ReportRun) -> No
     rows = read_run.by_size[read_run.by_size["method"] == "lats:lesion-first"]
     worst = rows.loc[rows["value"].idxmin(), "stratum"]
     assert any(f"“{worst}”" in sentence for sentence in failures(read_run))
-
-
-def test_the_template_of_the_page_escapes_what_it_prints() -> None:
-    environment = page_template().environment
-    assert environment.autoescape is True
-    assert environment.from_string("{{ x }}").render(x="<script>") == "&lt;script&gt;"
-    assert environment.from_string("{{ x | sentence }}").render(x="`<b>` n = 3") == "<code>&lt;b&gt;</code> n&nbsp;=&nbsp;3"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from medtokenbudget.backbone.attention import cosine_attention, pseudo_signals
-from medtokenbudget.errors import GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast
+from medtokenbudget.backbone.attention import cosine_attention, normalized_entropy, pseudo_signals
+from medtokenbudget.errors import GridError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.routing import feature_norm, local_contrast
 
 
 def entropy_by_hand(weights: Tensor) -> list[list[float]]:
@@ -44,28 +44,13 @@ def contrast_by_hand(image: list[list[float]], grid: tuple[int, int], neighborho
     return values
 
 
-def test_entropy_of_heads_equals_the_formula_on_their_mean():
-    attention = torch.softmax(torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), -1) * 0.9
-    expected = torch.tensor(entropy_by_hand(attention.mean(1)))
-    torch.testing.assert_close(attention_entropy(attention), expected)
-    torch.testing.assert_close(attention_entropy(attention.mean(1)), expected)
-    torch.testing.assert_close(attention_entropy(torch.full((1, 4, 4), 0.25)), torch.zeros(1, 4))
-    torch.testing.assert_close(attention_entropy(torch.eye(4).unsqueeze(0)), torch.ones(1, 4))
-
-
-@pytest.mark.parametrize(
-    ("attention", "error"),
-    [
-        (torch.ones(2, 3, 4), ShapeError),
-        (torch.ones(4, 4), ShapeError),
-        (torch.ones(1, 1, 1), ShapeError),
-        (torch.full((1, 2, 2), float("nan")), NonFiniteError),
-        (torch.full((1, 2, 2), -0.5), RequestError),
-    ],
-)
-def test_entropy_refuses_what_is_not_attention(attention, error):
-    with pytest.raises(error):
-        attention_entropy(attention)
+def test_entropy_equals_the_formula_also_where_rows_do_not_sum_to_one():
+    attention = torch.softmax(torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)), -1) * 0.9
+    torch.testing.assert_close(normalized_entropy(attention), torch.tensor(entropy_by_hand(attention)))
+    torch.testing.assert_close(normalized_entropy(torch.full((1, 4, 4), 0.25)), torch.zeros(1, 4))
+    torch.testing.assert_close(normalized_entropy(torch.eye(4).unsqueeze(0)), torch.ones(1, 4))
+    with pytest.raises(RequestError, match="at least two patches"):
+        normalized_entropy(torch.ones(1, 1, 1))
 
 
 def test_norm_is_divided_by_the_largest_of_the_image():
@@ -120,6 +105,6 @@ def test_pseudo_attention_is_the_same_for_selectors_and_for_stores_and_equals_a_
         loop = [row(patch, image) for patch in image]
         torch.testing.assert_close(weights[b], torch.tensor(loop), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(stored["cls_attention"][b], torch.tensor(row(cls[b].tolist(), image)), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(stored["attention_entropy"], attention_entropy(weights))
+    torch.testing.assert_close(stored["attention_entropy"], normalized_entropy(weights))
     torch.testing.assert_close(stored["received_attention"], weights.mean(1))
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 9))

@@ -51,11 +51,12 @@ def test_mass_is_conserved_and_every_patch_goes_somewhere(h, w, seed, data):
     assert selection.kept is None
     assert bool((selection.assignment >= 0).all())
     assert selection.weights.sum(1).tolist() == [h * w, h * w]
-    torch.testing.assert_close(selection.pooled(weighted=True), tokens.patches.mean(1), atol=1e-5, rtol=1e-4)
+    mass = (selection.tokens * selection.weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(mass / (h * w), tokens.patches.mean(1), atol=1e-5, rtol=1e-4)
 
 
 def test_the_head_sees_the_plain_mean_of_the_merged_tokens():
     patches = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
     selection = create_selector("tome").select(TokenBatch(patches, (2, 2)), 2)
     torch.testing.assert_close(selection.pooled(), torch.tensor([[0.5, 0.5]]))
-    torch.testing.assert_close(selection.pooled(weighted=True), torch.tensor([[0.75, 0.25]]))
+    assert selection.weights.tolist() == [[3.0, 1.0]] or selection.weights.tolist() == [[1.0, 3.0]]

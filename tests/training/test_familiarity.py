@@ -1,4 +1,4 @@
-"""Which images a model calls unlike its training images: the distance itself, its limit, and real and drawn pictures."""
+"""Which images a model calls unlike its training images: the distance itself, its limit, and real pictures."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.familiarity import Familiarity, Features, Gaussian, add_moments, fit_familiarity, moments_of
-from tests import unlike
 from tests.drawn import Drawn
-from tests.small_model import small_model
+from tests.small_model import draw_images, small_model
 
 
 def batch(n: int, seed: int = 0) -> TokenBatch:
@@ -66,7 +66,7 @@ def test_the_limit_holds_out_images_and_does_not_depend_on_their_order(drawn: Dr
 
 def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path: Path) -> None:
     model = small_model(tmp_path / "weights", ("center",))
-    path = unlike.write(tmp_path / "pictures", unlike.street, 1)[0]
+    (path,) = draw_images(tmp_path / "pictures", 1)
     assert model.route(path)[0].unfamiliarity is None
     assert not model.route(path)[0].unfamiliar
     plain = model.fingerprint
@@ -83,17 +83,12 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", [unlike.street, unlike.noise])
-def test_drawn_pictures_of_other_things_are_flagged(draw: unlike.Draw) -> None:
-    flagged = [routing.unfamiliar for routing in mtb.route([draw(seed) for seed in range(20)])]
-    assert np.mean(flagged) >= 0.9
-
-
-def test_a_command_says_how_many_images_are_of_another_kind_than_the_model_learned_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unlike.write(tmp_path / "streets", unlike.street, 3)
-    assert main(["route", str(tmp_path / "streets"), "--out", str(tmp_path / "routed"), "--device", "cpu"]) == 0
+def test_noise_is_flagged_and_the_command_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (20, 256, 256, 3), dtype=np.uint8)
+    assert np.mean([routing.unfamiliar for routing in mtb.route(noise)]) >= 0.9
+    for number in range(3):
+        Image.fromarray(noise[number]).save(tmp_path / f"{number}.png")
+    assert main(["route", str(tmp_path), "--out", str(tmp_path / "routed"), "--device", "cpu"]) == 0
     assert "3 of 3 images are unlike the training images of this model" in capsys.readouterr().err
 
 

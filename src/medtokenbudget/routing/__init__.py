@@ -16,7 +16,7 @@ from medtokenbudget.routing.base import (
     selector_class,
 )
 from medtokenbudget.routing.selectors import LATS, ContextScorer, LATSSelector
-from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast
+from medtokenbudget.routing.signals import feature_norm, local_contrast
 from medtokenbudget.routing.topk import (
     budget_to_k,
     gumbel_noise,

@@ -5,14 +5,13 @@ Pure functions over frozen tokens, in fp32 whatever the input; the single-signal
 
 from __future__ import annotations
 
-import math
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
-from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.errors import ShapeError, UnknownNameError
 from medtokenbudget.tokens import check_grid
 
 # Half of each neighborhood, as (rows down, columns right): every pair is met once and counts for both of its patches.
@@ -21,26 +20,6 @@ _PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
     "grid4": ((0, 1), (1, 0)),
     "grid8": ((0, 1), (1, 0), (1, 1), (1, -1)),
 }
-
-
-def attention_entropy(attention: Tensor) -> Tensor:
-    """Compute the focus of each patch's attention, `1 - H / log N` (Eq. 1), [B, N].
-
-    `attention` is [B, H, N, N] or its head mean [B, N, N]: weights from patch i (row) to patch j, each in [0, 1]. The
-    sum runs over the patches alone. Rows need not sum to one: the softmax also saw the prefix tokens.
-    """
-    if attention.ndim not in (3, 4) or attention.shape[-1] != attention.shape[-2]:
-        raise ShapeError(f"Attention must be [B, H, N, N] or [B, N, N], got {list(attention.shape)}.")
-    n = attention.shape[-1]
-    if n < 2:
-        raise ShapeError("Attention entropy needs at least two patches (log N is zero for one).")
-    weights = attention.float()
-    weights = weights.mean(1) if weights.ndim == 4 else weights
-    if not bool(torch.isfinite(weights).all()):
-        raise NonFiniteError("Attention contains NaN or infinite weights.")
-    if bool((weights < 0).any()):
-        raise RequestError("Attention contains negative weights. Pass the weights after the softmax, not the logits.")
-    return 1 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
 
 
 def feature_norm(patches: Tensor) -> Tensor:

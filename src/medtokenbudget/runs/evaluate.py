@@ -705,10 +705,10 @@ def calibrated(
 
     rule: dict[str, Any] = {"threshold": threshold.value, "relative": relative, "minimum": minimum, "most": most, "cap": cap}
     rule |= {name: getattr(threshold, name) for name in ("bound", "images", "groups")}
+    rule |= {"selector": method, "model": model.fingerprint, "dataset": images.manifest.name, "data": images.manifest.hash}
     return Guarantee(
         **asdict(promise),
         **rule,
-        **{"selector": method, "model": model.fingerprint, "dataset": images.manifest.name, "data": images.manifest.hash},
         kept=group_mean(retained, groups),
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
         by=by,

@@ -17,7 +17,6 @@ from medtokenbudget.measures import NOT_MEASURED, number, with_spread
 from medtokenbudget.runs.run import AS_IS
 
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
-CLASSES: tuple[str, ...] = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 STUDIES: tuple[str, ...] = ("main", "robustness", "mask-free", "signals", "curriculum", "kvasir")
 """The studies that the paper has numbers for."""
 DATASETS: dict[str, str] = {"isic": "ISIC 2019", "kvasir": "Kvasir v2"}

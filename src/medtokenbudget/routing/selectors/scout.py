@@ -21,8 +21,8 @@ CHANNELS = (16, 32, 48, 64)
 """Channels at 1/2, 1/4, 1/8 and 1/16 of the image. Few at 1/2: there a channel costs four times as much as at 1/4."""
 PYRAMID = 32
 NEAR, COMPACT = 4.0, 2.0
-"""How much a likely lesion in the neighborhood adds to the logit of a patch, and what distance takes away. Chosen on images with
-masks of the training side (docs/training.md)."""
+"""How much a likely lesion in the neighborhood adds to the logit of a patch, and what distance takes away. Of 96 other settings the
+best is 0.02 points better on training-side lesions that are new to the scout and to the choice (docs/training.md)."""
 EMBEDDED = 192
 """Features of one block of the embedded backbone. Mean and deviation of the last block's tell unfamiliar images."""
 _LARGEST_PATCH = 32
