@@ -1,4 +1,4 @@
-"""The results pages are what the script makes of the CSV files next to them, and their numbers follow from the rows by hand."""
+"""The results pages show what reports measured: tables come from CSV files, and the text repeats only their numbers."""
 
 from __future__ import annotations
 
@@ -12,44 +12,22 @@ from types import ModuleType
 
 import pytest
 
+from medtokenbudget.model.looks import look
 from tests.conftest import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "results"
-
-
-def tool(name: str) -> ModuleType:
-    """A script of docs/tools, which import one another by their bare names."""
-    folder = str(REPOSITORY / "docs" / "tools")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
+PAGES = {"index": 900, "zoo": 800, "early-routing": 600, "center-bias": 400}
+"""Pages and the most words of their text, without tables."""
+TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return tool("results_pages")
-
-
-def test_the_pages_of_finished_studies_show_the_numbers_of_their_csv() -> None:
-    row = rows("early-routing", table="validation", way="scout-0.3", view="as-is")[0]
-    shown = cell("early-routing", "scout, 76 from block 0", "validation: macro F1")
-    assert shown.startswith(f"{float(row['macro_f1']):.1f} ({float(row['low_macro_f1']):.1f} to ")
-    kept = rows("scorer", backbone="embedded", method="center", view="as-is", budget="0.3")
-    value = 100 * mean(float(row["retention_of_ceiling"]) for row in kept)
-    assert cell("scorer", "Center", "0.3").startswith(f"{value:.1f}")
-
-
-def test_the_page_of_every_selector_is_what_its_script_makes_of_its_csv() -> None:
-    assert (RESULTS / "zoo.md").read_text(encoding="utf-8") == tool("zoo_page").page(), "run python docs/tools/zoo_page.py"
-    row = rows("zoo", backbone="embedded", method="center", view="as-is", budget="0.3")[0]
-    assert cell("zoo", "Center", "kept") == f"{100 * float(row['retention_of_ceiling']):.1f}"
-    half = 50 * (float(row["accuracy_high"]) - float(row["accuracy_low"]))
-    assert cell("zoo", "Center", "accuracy") == f"{100 * float(row['accuracy']):.1f}±{half:.1f}"
-    heads = [rows("zoo-heads", method="tome+abmil", view=view, budget="0.3")[0] for view in ("as-is", "off-center")]
-    assert cell("zoo", "ToMe", "abmil") == " / ".join(f"{100 * float(row['balanced_accuracy']):.1f}" for row in heads)
-    assert "[" not in re.sub(r"!?\[[^|\]]*\]\(", "", (RESULTS / "zoo.md").read_text(encoding="utf-8")), "a number is not filled in"
+    sys.path.insert(0, str(REPOSITORY / "docs" / "tools"))
+    try:
+        return importlib.import_module("results")
+    finally:
+        sys.path.pop(0)
 
 
 def rows(name: str, **wanted: str) -> list[dict[str, str]]:
@@ -59,73 +37,117 @@ def rows(name: str, **wanted: str) -> list[dict[str, str]]:
     return matching
 
 
-def cell(page: str, row: str, column: str) -> str:
-    """A cell of the first table of a page that has this row and column."""
-    for block in (RESULTS / f"{page}.md").read_text(encoding="utf-8").split("\n\n"):
-        lines = [[part.strip() for part in line.strip("| ").split("|")] for line in block.splitlines() if line.startswith("|")]
-        if lines and column in lines[0]:
-            for line in lines[2:]:
-                if line[0] == row:
-                    return line[lines[0].index(column)]
-    raise AssertionError(f"{page}.md has no cell ({row}, {column})")
+def table(page: Path, name: str) -> list[list[str]]:
+    found = dict(TABLE.findall(page.read_text(encoding="utf-8")))[name]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()]
 
 
-def test_every_page_is_what_the_script_makes_of_its_csv(script: ModuleType) -> None:
-    for name, write in script.PAGES.items():
-        assert (RESULTS / f"{name}.md").read_text(encoding="utf-8") == write(), f"run python docs/tools/results_pages.py: {name}"
+def prose(page: Path) -> str:
+    """The text of a page without its tables, code and addresses of links."""
+    text = TABLE.sub("", page.read_text(encoding="utf-8"))
+    return re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", text, flags=re.DOTALL)
 
 
-def test_a_changed_csv_changes_the_page(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_table_is_what_the_script_makes_of_the_csv_files(script: ModuleType) -> None:
+    assert {page.name for page in script.PAGES} == {"README.md", *(f"{name}.md" for name in PAGES)}
+    for page in script.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert TABLE.search(text), page
+        assert script.filled(text) == text, f"run python docs/tools/results.py: {page.name}"
+
+
+def test_a_changed_csv_changes_the_table(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in RESULTS.glob("*.csv"):
-        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8").replace(",0.97", ",0.57"), encoding="utf-8")
-    before = script.center_bias_page()
-    monkeypatch.setattr(tool("results_tables"), "RESULTS", tmp_path)
-    assert script.center_bias_page() != before
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8").replace(",0.9", ",0.5"), encoding="utf-8")
+    before = {name: make() for name, make in script.TABLES.items() if name in ("protocol", "center-bias", "zoo")}
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    assert all(script.TABLES[name]() != text for name, text in before.items())
 
 
-def test_the_headline_of_the_center_bias_page_is_the_mean_over_three_seeds() -> None:
-    for view, column in (("as-is", "share of the ceiling, as-is"), ("off-center", "share of the ceiling, off-center")):
-        for method, name in (("lats:lesion-first", "LATS lesion-first"), ("center", "Center")):
-            seeds = rows("center-bias", method=method, view=view, budget="0.3")
-            assert len(seeds) == 3
-            value = 100 * mean(float(row["retention_of_ceiling"]) for row in seeds)
-            assert cell("center-bias", name, column) == f"{value:.1f}"
+def test_the_readme_quotes_the_table_of_the_results_page() -> None:
+    assert table(REPOSITORY / "README.md", "protocol") == table(RESULTS / "index.md", "protocol")
 
 
-def test_the_paper_stands_beside_ours_as_printed() -> None:
-    assert cell("index", "accuracy, 0.3", "paper: LATS") == "80.4"
-    assert cell("index", "retention, 0.3", "paper: LATS") == "67.4"
-    assert cell("index", "retention, 0.3", "paper: Random") == "29.7"
-    ours = 100 * mean(float(row["retention"]) for row in rows("robustness", method="lats", budget="0.3"))
-    assert cell("index", "retention, 0.3", "LATS") == f"{ours:.1f}"
+def test_the_numbers_of_the_table_are_those_of_the_report_and_of_the_paper() -> None:
+    shown = {line[0].strip("*"): line for line in table(RESULTS / "index.md", "protocol")}
+    for title, method in (("LATS lesion-first", "lats:lesion-first"), ("Center", "center"), ("Segmenter", "segmenter")):
+        cells = [
+            float(row["value"])
+            for metric in ("retention_of_ceiling", "macro_f1")
+            for view in ("as-is", "off-center")
+            for row in rows("protocol", backbone="vit-small", method=method, metric=metric, view=view, budget="0.3")
+        ]
+        assert [cell.rstrip("⁰¹²³⁴⁵⁶⁷⁸⁹") for cell in shown[title][1:5]] == [f"{100 * cell:.1f}" for cell in cells]
+    printed = {row["metric"]: row["value"] for row in paper_rows("lats")}
+    assert shown["LATS (paper)"][-2:] == [f"{100 * float(printed['retention']) / 69.0:.1f}", f"{float(printed['macro_f1']):.1f}"]
 
 
-def test_every_page_of_results_says_where_it_comes_from() -> None:
-    pages = [page for page in RESULTS.glob("*.md") if page.stem != "index"]
-    assert len(pages) >= 7
-    for page in pages:
-        text = page.read_text(encoding="utf-8").lower()
+def paper_rows(method: str) -> list[dict[str, str]]:
+    with (REPOSITORY / "src" / "medtokenbudget" / "runs" / "paper.csv").open(encoding="utf-8") as file:
+        found = csv.DictReader(file)
+        return [row for row in found if (row["table"], row["name"], row["budget"]) == ("robustness", method, "0.3")]
+
+
+def test_ties_share_a_group_and_no_better_group_comes_later() -> None:
+    for metric in ("retention_of_ceiling", "macro_f1"):
+        for view in ("as-is", "off-center"):
+            ranked = rows("leaderboard", backbone="vit-small", metric=metric, view=view)
+            measured = [(float(row["value"]), float(row["tie"])) for row in ranked if row["value"]]
+            assert measured == sorted(measured, key=lambda pair: (-pair[0], pair[1]))
+
+    shown = {line[0] for line in table(RESULTS / "index.md", "protocol")}
+    for row in rows("leaderboard", backbone="vit-small", metric="macro_f1", view="off-center"):
+        title = look(row["method"]).title + " (one seed)" * (float(row["seeds"]) == 1)
+        assert title in {name.replace("*", "") for name in shown}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README"])
+def test_the_text_repeats_only_numbers_of_the_tables_on_its_page(name: str) -> None:
+    page = REPOSITORY / "README.md" if name == "README" else RESULTS / f"{name}.md"
+    text = page.read_text(encoding="utf-8")
+    if name == "README":
+        text = text[text.index("## What it shows") : text.index("## How it compares")]
+    tables = " ".join(found for _, found in TABLE.findall(text))
+    said = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", TABLE.sub("", text), flags=re.DOTALL)
+    known = set(re.findall(r"\d+\.\d+", tables)) | {"0.1", "0.3", "0.5"}
+    assert set(re.findall(r"\d+\.\d+", said)) <= known
+
+
+def test_the_pages_keep_to_their_length_and_name_their_source() -> None:
+    pages = {page.stem for page in RESULTS.glob("*.md")}
+    assert set(PAGES) <= pages <= {*PAGES, "beyond-skin"}
+    for name, most in PAGES.items():
+        text = prose(RESULTS / f"{name}.md")
+        assert len(text.split()) <= most, name
         for word in ("seed", "backbone", "commit"):
-            assert word in text, f"{page.name} does not say its {word}"
-        assert re.search(r"\]\(\w[\w-]*\.csv\)", text), f"{page.name} has no CSV to download"
-        for target in re.findall(r"\]\(([\w/-]+\.(?:csv|svg|png))\)", text):
-            assert (RESULTS / target).exists(), f"{page.name}: {target}"
+            assert word in text.lower(), f"{name}.md does not say its {word}"
+        for target in re.findall(r"\]\(([\w/-]+\.(?:csv|svg))\)", (RESULTS / f"{name}.md").read_text(encoding="utf-8")):
+            assert (RESULTS / target).exists(), f"{name}.md: {target}"
 
 
-def test_the_table_of_the_readme_is_made_from_the_same_csv() -> None:
-    assert tool("results_pages").readme_table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def test_every_file_of_results_belongs_to_a_page() -> None:
+    text = " ".join(page.read_text(encoding="utf-8") for page in RESULTS.glob("*.md"))
+    for file in (*RESULTS.glob("*.csv"), *RESULTS.glob("figures/*")):
+        assert file.name in text, f"no page links {file.name}"
 
 
-def test_the_saving_in_the_readme_is_that_of_the_measured_guarantee() -> None:
-    row = rows("guarantee", scores="router", retention="0.95", coverage="")[0]
-    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
-    tokens, fixed, n = f"{float(row['tokens']):.0f}", row["fixed"], f"{int(row['images']):,}"
-    claim = f"takes {tokens} tokens on average where one budget for all images takes {fixed} (n = {n})"
-    assert claim in text
+def test_further_measurements_are_those_of_their_files() -> None:
+    shown = table(RESULTS / "index.md", "further")
+    (promise,) = rows("guarantee", scores="router", retention="0.95", coverage="")
+    (abroad,) = rows("external", metric="retention_of_ceiling", budget="0.3")
+    assert shown[2][1:3] == [f"{float(promise['tokens']):.1f}", promise["fixed"]]
+    assert shown[-1][1] == f"{100 * float(abroad['here']):.1f}"
 
 
-def test_the_speeds_in_the_readme_are_the_measured_ones() -> None:
-    speed = {row["way"]: row["ratio"] for row in rows("early-routing", table="speed", shape="ViT-S/14", batch="16", threads="1")}
-    smaller = speed[tool("results_tables").smaller_image(speed)]
-    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
-    assert f"is {speed['scout']} times as fast as the dense pass (ToMe {speed['tome']}, a smaller image {smaller})" in text
+def test_early_routing_shows_the_record_of_its_study() -> None:
+    shown = {line[0]: line for line in table(RESULTS / "early-routing.md", "early-routing")}
+    (row,) = rows("early-routing", table="validation", way="scout-0.3", view="off-center")
+    assert shown["scout, 76 patches from block 0"][4] == f"{float(row['macro_f1']):.1f}"
+    speed = {line[0]: line for line in table(RESULTS / "early-routing.md", "speed")}
+    measured = [
+        float(row["ratio"])
+        for row in rows("early-routing", table="speed", shape="ViT-S/14", batch="16", threads="1")
+        if row["way"] in ("scout", "inside", "tome")
+    ]
+    assert speed["ViT-S/14, batch 16, 1 thread"][1:4] == [f"{ratio:.2f}" for ratio in measured]
+    assert mean(measured) > 1

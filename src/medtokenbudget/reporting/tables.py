@@ -234,7 +234,7 @@ def both_views(
     for metric, view, budget in wanted:
         short = f"{METRICS[metric].short} " if at_headline else ""
         columns.append((f"{short}{_VIEW_HEADS[view]} {budget_text(budget)}", metric, view, budget))
-    return _pivot(comparison, name, columns, _words(name), study, also=shown_in("interval"))
+    return _pivot(comparison, name, columns, _words(name), study, also=(*shown_in("interval"), *shown_in("further")))
 
 
 def study_tables(comparison: Comparison) -> list[Table | None]:
