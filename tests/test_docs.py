@@ -163,7 +163,7 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
 
 
 def test_the_docs_are_at_most_22_pages_and_18_000_words() -> None:
-    words = [re.findall(r"\S*[^\W\d_]\S*", page.read_text(encoding="utf-8")) for page in PAGES[1:]]  # no numbers, no bars of tables
+    words = [page.read_text(encoding="utf-8").split() for page in PAGES[1:]]  # as `wc -w` counts
     assert len(words) <= 22
     assert sum(map(len, words)) <= 18_000
 
