@@ -22,7 +22,8 @@ from tests.small_model import small_backbone
 pytestmark = pytest.mark.slow
 
 NAME = "tell-tale-name-4711"
-SMALL = ["--epochs", "1", "--head_epochs", "1", "--batch_size", "16", "--device", "cpu"]
+BUDGET = ["--budgets", "0.3"]
+SMALL = ["--epochs", "1", "--head-epochs", "1", "--min-steps", "0", "--controls", "false", "--device", "cpu", *BUDGET]
 BACKBONE = ["--backbone", "test_vit", "--image-size", "160"]
 
 
@@ -34,14 +35,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("HOME", "XDG_STATE_HOME"):
         patch.setenv(name, str(home))
     weights = small_backbone(home / NAME).weights
-    manifest, store, run = synthetic_manifest(home / "data", Drawings(40, seed=3, size=96)), home / "tokens", home / "run"
+    manifest, store, run = synthetic_manifest(home / "data", Drawings(20, seed=3, size=96)), home / "tokens", home / "run"
     next((home / "data").rglob("*.jpg")).write_bytes(b"damaged")
     extract = ["extract", str(manifest), "--store", str(store), "--views", "off-center", *BACKBONE, f"--weights={weights}"]
     assert main(extract) == 0
     assert main(["train", str(manifest), "--store", str(store), "--out", str(run), *SMALL]) == 0
     assert main(["report", str(run)]) == 0
-    assert main(["evaluate", str(manifest), "--model", str(run / "model"), "--out", str(home / "evaluated")]) == 0
-    assert main(["report", str(run), str(home / "evaluated"), "--out", str(home / "compared")]) == 0
+    assert main(["evaluate", str(manifest), "--model", str(run / "model"), "--out", str(home / "evaluated"), *BUDGET]) == 0
+    assert main(["report", str(run), str(home / "evaluated"), "--out", str(home / "compared"), "--pictures", "false"]) == 0
     for kind, options in {"onnx": ["--graph", "routing"], "hub": []}.items():  # the site below has graphs of the whole model
         assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind), *options]) == 0
     for file in HASHES:

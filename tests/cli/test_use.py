@@ -133,7 +133,7 @@ from medtokenbudget.model.batch import RouteConfig, predict_files
 folder, image, out = sys.argv[1:]
 model, process = load(folder, device="cpu"), psutil.Process()
 sizes = []
-for number, count in enumerate((60, 60, 900)):
+for number, count in enumerate((60, 60, 450)):
     images = (Path(image) for _ in range(count))
     predict_files(images, Path(out) / str(number) / "p.parquet", model, RouteConfig(1.0, tokens=True))
     sizes.append(process.memory_info().rss / 2**20)
@@ -142,7 +142,7 @@ print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2/tokens.safetensors") /
     command = [sys.executable, "-c", script, str(root / "model"), str(images[0]), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     growth, written = map(float, done.stdout.split())
-    assert written > 10, "the tokens must be more than the memory that may be used"
+    assert written > 5, "the tokens must be more than the memory that may be used"
     assert growth < written / 3, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
 
 

@@ -41,7 +41,8 @@ def trained(drawn: Drawn) -> Path:
 def external(drawn: Drawn, trained: Path) -> Path:
     """Its evaluation on its validation images, as a run directory with a page."""
     out = trained.parent / "external"
-    command = ["evaluate", str(drawn.manifest_path), "--model", str(trained), "--store", str(drawn.store_path), "--out", str(out)]
+    where = f"evaluate {drawn.manifest_path} --model {trained} --store {drawn.store_path} --out {out} --pictures false"
+    command = where.split()
     assert main([*command, "--budgets", "0.1", "30%"]) == 0
     return out
 
@@ -83,7 +84,7 @@ def test_an_evaluation_tells_the_share_of_images_that_are_unlike_the_training(
     half = len(images) // 2
     model.familiarity.limit.mul_((distances[half - 1] + distances[half]) / 2)
     model.save_pretrained(tmp_path / "strict")
-    command = ["evaluate", str(drawn.manifest_path), "--model", str(tmp_path / "strict"), "--store", str(drawn.store_path)]
+    command = f"evaluate {drawn.manifest_path} --model {tmp_path}/strict --store {drawn.store_path} --pictures false".split()
     assert main([*command, "--part", "val", "--budgets", "0.3", "--out", str(tmp_path / "out")]) == 0
     expected = len(images) - half
     share = f"{expected / len(images):.1%} of {len(images)} images are unlike the training images"
@@ -120,7 +121,7 @@ def test_columns_of_the_manifest_give_strata_in_an_evaluation_and_in_the_report_
     half = ["left" if row % 2 else "right" for row in range(len(part))]
     path = replace(part, rows=part.rows.assign(hair=half), name="halves").write(tmp_path / "halves.parquet")
     out = tmp_path / "halves"
-    command = f"evaluate {path} --model {trained} --store {drawn.store_path} --out {out} --budgets 0.3".split()
+    command = f"evaluate {path} --model {trained} --store {drawn.store_path} --out {out} --budgets 0.3 --pictures false".split()
     assert main([*command, "--by", "hiar"]) == 2
     assert not out.exists()
     assert main([*command, "--by", "hair"]) == 0
@@ -194,7 +195,7 @@ def test_requests_that_cannot_be_served_are_refused_with_a_reason(
         assert main([*command, *options]) == 2
         assert message in capsys.readouterr().err
     other = small_model(tmp_path / "other", baselines=(), seed=1)
-    with pytest.raises(MismatchError, match=r"(?s)The store .* leave out `store`"):
+    with pytest.raises(MismatchError, match=r"(?s)The store .*Leave out `store`"):
         mtb.evaluate(other, drawn.manifest.take(range(4)), tmp_path / "out", store=store, classes={"MEL": "MEL"} | named(drawn))
 
 

@@ -114,7 +114,9 @@ class Comparison:
             if len(rows):
                 seeds = rows.groupby("method")["seed"].rank(method="dense").astype(int)
                 rows = rows.assign(study="comparison", dataset="comparison", seed=seeds)
-                boards[metric, view] = statistics.ranking(rows, metric)
+                board = statistics.ranking(rows, metric)
+                if board["value"].notna().any():
+                    boards[metric, view] = board
         return boards
 
     def _board_rows(self, run: ReportRun, view: str) -> pd.DataFrame:
