@@ -172,8 +172,8 @@ class Lesion:
         places = self.points(n, low, high)
         m, scale = len(places), self.detail
         # Radius, aspect, angle and strength of each.
-        ranges = ((radius[0] * scale, radius[1] * scale), (1, aspect), (0, np.pi), (0.55, 1))
-        rows = np.column_stack([places, *(self.rng.uniform(*span, m) for span in ranges)])
+        ranges: tuple[tuple[float, float], ...] = ((radius[0] * scale, radius[1] * scale), (1, aspect), (0, np.pi), (0.55, 1))
+        rows = np.column_stack([places, *(self.rng.uniform(least, most, m) for least, most in ranges)])
         return self.canvas.blobs(rows.tolist(), edge)
 
     def side(self) -> Map:

@@ -515,8 +515,9 @@ def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None
     if selector.stochastic and len(tokens) > 1:
         # One image at a time: in a batch the draws of an image would depend on the images before it.
         each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
-        values: Any = {field.name: [getattr(one, field.name) for one in each] for field in fields(Selection)}
-        return Selection(**{name: None if parts[0] is None else torch.cat(parts) for name, parts in values.items()})
+        values = {field.name: [getattr(one, field.name) for one in each] for field in fields(Selection)}
+        joined: dict[str, Any] = {name: None if parts[0] is None else torch.cat(parts) for name, parts in values.items()}
+        return Selection(**joined)
     return selector.select(tokens, k, torch.Generator().manual_seed(SEED) if selector.stochastic else None)
 
 

@@ -314,7 +314,7 @@ def _center_bias(run: ReportRun) -> Figure | None:
     figure, axes = new_figure(4.9)
     for method in sorted(methods, key=lambda m: -values[1][m]):
         style = look(method)
-        line = {"color": style.color, "marker": style.marker, "linestyle": style.line}
+        line: dict[str, Any] = {"color": style.color, "marker": style.marker, "linestyle": style.line}
         width, label = 2.6 if method == run.focus else 1.6, f"{style.title} {100 * values[1][method]:.1f}"
         axes.plot([0, 1], [of_view[method] for of_view in values], linewidth=width, label=label, **line)
     axes.set_xticks([0, 1], ["original images", "off-center views"])

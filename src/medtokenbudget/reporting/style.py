@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -30,7 +31,7 @@ BACKGROUND = "#8d99a6"
 WIDTH = 4.9
 """Width in inches. Figures are drawn for one column on a phone (about 350 pixels), so that their text stays readable there."""
 
-_COLORS = {
+_COLORS: dict[Any, Any] = {
     **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"), INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor"), PAPER),

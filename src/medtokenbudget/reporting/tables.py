@@ -20,6 +20,7 @@ from medtokenbudget import measures
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGET, HEADLINE_BUDGETS, PAPER_RECIPE
 from medtokenbudget.data.masks import prevalence_table
+from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.measures import METRICS, NOT_MEASURED, budget_text, number, percent, plural, points, shown_in
 from medtokenbudget.metrics import ratio, reachable
 from medtokenbudget.model.looks import look
@@ -587,7 +588,7 @@ def subset(run: ReportRun) -> Table | None:
         ("training", "Training"): training.get("classes"),
         ("training_masks", "with mask"): training.get("masked_classes"),
     }
-    if run.source == "isic" and set(classes) == set(paper.CLASSES):
+    if run.source == "isic" and set(classes) == set(ISIC_CLASSES):
         columns = (
             ("paper_validation", "Paper: validation"),
             ("paper_validation_masks", "Paper: val. masks"),
