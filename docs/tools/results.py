@@ -181,18 +181,6 @@ def early_table() -> str:
     return markdown(["way", "ms", "macro F1", "over dense", "off-center: F1", "over dense"], rows)
 
 
-def speed_table() -> str:
-    """Speed over the dense pass."""
-    frame, rows = read("early-routing").query("table == 'speed'"), []
-    for (shape, threads, batch), part in frame.groupby(["shape", "threads", "batch"], sort=False):
-        ratio = part.set_index("way")["ratio"]
-        pixels = next(way for way in ratio.index if way.endswith("px"))
-        ways = [f"{ratio[way]:.2f}" for way in ("scout", "inside", "tome")]
-        name = f"{shape}, batch {batch:.0f}, {threads:.0f} thread{'s' * (threads > 1)}"
-        rows.append([name, *ways, f"{ratio[pixels]:.2f} ({pixels.removeprefix('dense-')})"])
-    return markdown(["", "scout", "inside", "ToMe", "a smaller image"], rows)
-
-
 def further_table() -> str:
     """What a promise about the lesion costs, and what a router keeps on images of another archive."""
     promises = read("guarantee").query("retention == 0.95 and coverage.isna()").set_index("scores")
@@ -214,7 +202,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "center-bias": center_bias_table,
     "zoo": zoo_table,
     "early-routing": early_table,
-    "speed": speed_table,
 }
 PAGES = [ROOT / "README.md", *(RESULTS / f"{name}.md" for name in ("index", "center-bias", "zoo", "early-routing"))]
 

@@ -48,6 +48,7 @@ class Registry(Generic[T]):
         self._classes.pop(name, None)
 
     def names(self) -> list[str]:
+        """Return all registered names, those of installed packages too, in alphabetical order."""
         self._load_entry_points()
         return sorted(self._classes)
 

@@ -106,10 +106,9 @@ def test_the_command_writes_tables_packed_tokens_and_captions(
     calibrate = f"calibrate {drawn.manifest_path} --model {where} --store {drawn.store_path} --retention 60%"
     assert main(calibrate.split()) == 0
     assert "lats keeps 60% of the lesion on average, on images like the 60" in capsys.readouterr().err
-    table, tokens = tmp_path / "p.parquet", tmp_path / "t.safetensors"
-    options = ["--retention", "0.6", "--out", str(table), "--tokens", str(tokens), "--overlay", str(tmp_path / "overlays")]
-    assert main(["predict", str(images[0].parent), "--model", where, *options]) == 0
-    frame, packed = pd.read_parquet(table), load_file(tokens)
+    predict = f"predict {images[0].parent} --model {where} --retention 0.6 --out {tmp_path}/p.parquet --tokens --overlay"
+    assert main(predict.split()) == 0
+    frame, packed = pd.read_parquet(tmp_path / "p.parquet"), load_file(tmp_path / "tokens.safetensors")
     assert packed["counts"].tolist() == frame["k"].tolist()
     assert packed["tokens"].shape == (frame["k"].sum(), 64)
     assert packed["indices"].tolist() == [patch for kept in frame["kept"] for patch in kept]

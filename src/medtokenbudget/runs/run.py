@@ -80,7 +80,7 @@ class Run:
         >>> run.main
         'lats:lesion-first'
         >>> sorted(set(run.results["method"]))
-        ['border-contrast', 'center', 'lats:lesion-first', 'random']
+        ['border-contrast', 'center', 'darkness', 'lats:lesion-first', 'random']
         >>> run.model.main
         'lats:lesion-first'
     """
