@@ -39,7 +39,7 @@ RGB = torch.rand(2, 3, 40, 40)
 TENSORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "0 to 255": (RGB * 255, {}, "floats must be from 0 to 1, got .* seem to be from 0 to 255. Divide them"),
     "normalized": (RGB * 4 - 2, {}, "floats must be from 0 to 1, got -.* seem to be normalized. Pass `normalized=True`"),
-    "normalized with other numbers": (RGB * 4 - 2, {"normalized": ((0.5,) * 3, (0.5,) * 3)}, "`normalized` undone. Check them"),
+    "normalized with other numbers": (RGB * 4 - 2, {"normalized": ((0.5,) * 3, (0.5,) * 3)}, "`normalized` undone. Check its mean"),
     "not normalized uint8": ((RGB * 255).byte(), {"normalized": True}, "`normalized` belongs to floats, got uint8"),
     "not normalized picture": (PLAIN, {"normalized": True}, "`normalized` belongs to tensors and arrays of floats, got Image"),
     "mean without std": (RGB, {"normalized": (0.5, 0.5, 0.5)}, "`normalized` must be True, False, or .mean, std."),
