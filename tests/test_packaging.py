@@ -28,7 +28,7 @@ for line in (
     "data folder photos --masks masks --out photos.parquet",
     "extract photos.parquet --store tokens --backbone embedded",
     "train photos.parquet --store tokens --out runs/first --epochs 1 --min-steps 1 --head-epochs 1",
-    "predict runs/first/model photos --budget 0.3 --out predictions.csv",
+    "predict photos --model runs/first/model --budget 0.3 --out predictions.csv",
 ):
     assert main(line.split()) == 0, line
 """

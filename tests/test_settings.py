@@ -115,7 +115,7 @@ REFUSED = {
     "extract M --store x --backbone embedded --budget 0.3": "--budget is only used with --route",
     "extract M --store x --weights nowhere.safetensors": "nowhere.safetensors do not exist",
     "extract M --store x --backbone embedded --crops 1": "--crops only matters with --views off-center or --views augmented.",
-    "extract M --store x --backbone embedded --view-seed 3": "--view-seed only matters with --views off-center or --views augmented.",
+    "extract M --store x --backbone embedded --view-seed 3": "--view-seed only matters with --views off-center or --views",
     "extract M --store x --backbone embedded --address auto": "--address only matters with --engine ray.",
     "predict IMAGE --model MODEL --out x --tokens-dtype fp32": "--tokens-dtype only matters with --tokens.",
     "route IMAGE --out x --tokens-dtype fp32": "--tokens-dtype only matters with --tokens.",

@@ -3,7 +3,6 @@
 The verbs of the command line (`mtb.extract`, `mtb.train`, `mtb.sweep`, `mtb.load`, ...) and the types they speak. Each name is
 imported when it is first used, so that `import medtokenbudget` stays light.
 """
-# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -23,6 +22,41 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
+__all__ = [
+    "EarlyRouting",
+    "FeatureStore",
+    "Manifest",
+    "MedTokenBudget",
+    "Run",
+    "Selection",
+    "TokenBatch",
+    "TrainConfig",
+    "__version__",
+    "calibrate",
+    "create_head",
+    "create_selector",
+    "demo",
+    "evaluate",
+    "evaluate_kept",
+    "extract",
+    "lesion_retention",
+    "list_heads",
+    "list_selectors",
+    "load",
+    "overlay",
+    "predict",
+    "preset",
+    "register_head",
+    "register_selector",
+    "report",
+    "reproduce",
+    "route",
+    "sweep",
+    "train",
+    "unwrap",
+    "wrap",
+]
+
 _MODULES: dict[str, tuple[str, ...]] = {
     "api": ("Run", "calibrate", "demo", "evaluate", "evaluate_kept", "extract", "report", "reproduce", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
@@ -35,7 +69,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "heads": ("create_head", "list_heads", "register_head"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -106,7 +106,7 @@ def test_verbs_take_objects_as_well_as_paths(drawn: Drawn, tmp_path: Path) -> No
     assert run.results.equals(other.results)
     assert (run.main, run.model.main) == ("lats:lesion-first", "lats:lesion-first")
     assert set(run.predictions["predicted_name"]) <= set(run.classes)
-    assert "center, lats:lesion-first, random on drawn dermoscopy, seeds 42" in repr(run)
+    assert "border-contrast, center, darkness, lats:lesion-first, random on drawn dermoscopy, seeds 42" in repr(run)
     count = len(drawn.manifest.part("val"))
     assert f"n = {count} images, {count} with a lesion mask" in str(run)
     assert run._repr_html_().startswith("<table")

@@ -83,7 +83,7 @@ def test_normalized_tensors_give_the_answers_of_their_files(model: MedTokenBudge
             assert selection.indices.tolist() == expected
         with pytest.raises(RequestError, match=r"images 0 to 4: floats must be from 0 to 1, got -.* Pass `normalized=True`"):
             model.route(given)
-    with pytest.raises(RequestError, match=r"undone\. Check them"):
+    with pytest.raises(RequestError, match=r"undone\. Check its mean"):
         model.route(floats, normalized=((0.5,) * 3, (2.0,) * 3))
 
 

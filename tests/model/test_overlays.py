@@ -51,7 +51,7 @@ def test_a_notebook_shows_text_when_the_picture_is_gone(model: MedTokenBudget, t
     with pytest.raises(RequestError, match="does not exist"):
         found.overlay()
     values = {name: getattr(found, name) for name in Prediction.__dataclass_fields__ if name != "source"}
-    with pytest.raises(RequestError, match=r"Use mtb\.overlay\(image, prediction\)"):
+    with pytest.raises(RequestError, match=r"Use mtb\.overlay\(image, routing\)"):
         Prediction(**values).overlay()
 
 

@@ -20,10 +20,15 @@ from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.serve.samples import SAMPLES, offers, sample_files
 from medtokenbudget.serve.server import find_service
 from medtokenbudget.serve.service import Question, Service, retention
+from medtokenbudget.tokens import SEGMENTATION
 from tests.serve.server import mask, picture
 from tests.small_model import small_model
 
-NAMES = tuple(name for name, kind in SELECTORS._classes.items() if kind.__module__.startswith("medtokenbudget."))
+NAMES = tuple(
+    name
+    for name, kind in SELECTORS._classes.items()
+    if kind.__module__.startswith("medtokenbudget.") and SEGMENTATION not in kind.requires  # which only a store has
+)
 
 
 @pytest.fixture(scope="module")

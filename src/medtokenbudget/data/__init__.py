@@ -1,5 +1,4 @@
 """Images, labels, masks, groups and splits: the manifest, its sources, and the check of a data set."""
-# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -16,6 +15,35 @@ from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, p
 if TYPE_CHECKING:
     from medtokenbudget.data.checks import Report, check
     from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
+__all__ = [
+    "DecodeError",
+    "Drawings",
+    "Manifest",
+    "ManifestError",
+    "Report",
+    "SplitRule",
+    "apply_split",
+    "check",
+    "covered_shares",
+    "csv_manifest",
+    "cut_selection",
+    "decode_image",
+    "decode_mask",
+    "folder_manifest",
+    "isic_manifest",
+    "keep_split",
+    "kvasir_manifest",
+    "mask_of",
+    "merged_groups",
+    "open_data",
+    "paper_split",
+    "patch_labels",
+    "patch_order",
+    "prevalence_table",
+    "same_aspect",
+    "synthetic_manifest",
+]
 
 # Imported when they are first used: reading images needs neither the checks of a data set nor drawn images.
 _LATER = {"Report": "checks", "check": "checks", "Drawings": "synthetic", "synthetic_manifest": "synthetic"}

@@ -1,5 +1,4 @@
 """The model: backbone, routed classifiers, classes and preprocessing, saved and loaded as one, and its predictions."""
-# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -14,6 +13,22 @@ from medtokenbudget.routing.conformal import Guarantee
 if TYPE_CHECKING:
     from medtokenbudget.model.early import EarlyRouting
     from medtokenbudget.model.wrapping import unwrap, wrap
+
+__all__ = [
+    "EarlyRouting",
+    "Guarantee",
+    "ImageSource",
+    "MedTokenBudget",
+    "Prediction",
+    "Routing",
+    "expand",
+    "load",
+    "overlay",
+    "predict",
+    "route",
+    "unwrap",
+    "wrap",
+]
 
 _LATER = {"EarlyRouting": "early", "wrap": "wrapping", "unwrap": "wrapping"}
 """Imported when they are first used: most models run on all patches."""

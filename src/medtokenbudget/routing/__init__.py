@@ -1,5 +1,4 @@
 """Routing: signals, the scorer, the router and the selectors. Pure tensors, no files."""
-# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -28,3 +27,32 @@ from medtokenbudget.routing.topk import (
 )
 from medtokenbudget.routing.trainable import LearnedSelector, TrainingPass
 from medtokenbudget.tokens import Selection, TokenBatch
+
+__all__ = [
+    "LATS",
+    "ContextScorer",
+    "LATSSelector",
+    "LearnedSelector",
+    "Merger",
+    "Ranker",
+    "Selection",
+    "Selector",
+    "TokenBatch",
+    "TrainingPass",
+    "budget_to_k",
+    "create_selector",
+    "default_methods",
+    "feature_norm",
+    "gather",
+    "gumbel_noise",
+    "hard_topk",
+    "list_selectors",
+    "local_contrast",
+    "masked_mean",
+    "pooled_means",
+    "rank",
+    "register_selector",
+    "selector_class",
+    "smooth_scores",
+    "straight_through_topk",
+]

@@ -153,12 +153,15 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 400, 401, 403)}
 
 
-def route_description(selectors: list[str]) -> dict[str, Any]:
-    """Return the OpenAPI description of /v1/route: its multipart body, with the methods of the model, and its responses."""
+def route_description(selectors: list[str], promises: list[float]) -> dict[str, Any]:
+    """Return the OpenAPI description of /v1/route: its multipart body, with methods and promises of the model, and its answers."""
     described = yaml.safe_load(Path(__file__).with_name("route.yaml").read_text(encoding="utf-8"))
     content, fields = described["content"], described["content"]["schema"]["properties"]
     fields["budgets"]["maxItems"] = MAX_BUDGETS
     fields["selectors"]["items"] |= {"enum": selectors} if selectors else {}
+    fields["retention"]["items"]["enum"] = promises
+    if not promises:
+        del fields["retention"]
     example = {**described["example"], "notice": NOTICE}
     responses: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"example": example}}}}
     responses |= errors(413, 415, 422, 503)

@@ -217,7 +217,10 @@ def _api(service: Service, turns: Turns) -> APIRouter:
         """Return the lesion mask, white on black."""
         return Response(sample_files(sample.value)[1], media_type="image/png", headers=cached)
 
-    @api.post("/route", tags=["model"], response_model=schemas.RouteAnswer, **schemas.route_description(service.model.selectors))
+    promises = sorted({guarantee.retention for guarantee in service.guarantees})
+    routed = schemas.route_description(service.model.selectors, promises)
+
+    @api.post("/route", tags=["model"], response_model=schemas.RouteAnswer, **routed)
     async def route(request: Request) -> Response:
         """Run the backbone once and return the patch order and class probabilities of every method at every budget.
 
