@@ -464,7 +464,7 @@ class ServeConfig(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. Addresses that other machines can reach need a token."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names that requests may use besides those of this machine, such as the public one that a proxy here passes on."""
+    """Further host names that requests may use, such as the public one that a proxy here passes on."""
     port: Annotated[int, Range(0, 65535)] = 8765
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None

@@ -95,7 +95,7 @@ def test_stored_tokens_are_routed_as_the_images_are_without_running_the_backbone
         assert main([*wrong, "--store", str(store), "--out", str(tmp_path / "wrong")]) == 2
     said = capsys.readouterr().err
     assert "With --store, pass one manifest (.parquet) as the images" in said
-    assert "With --store, masks are those of the manifest, and one process writes one table." in said
+    assert "With --store, masks come from the manifest, and one process writes one table." in said
 
 
 def test_the_table_holds_what_the_router_says_and_what_it_kept_of_the_lesion(

@@ -130,7 +130,7 @@ def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World
     inside, scout = world.early("inside"), world.early("scout")
     deep = EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99)
     cases: list[tuple[EarlyRouting, dict[str, Any], str]] = [
-        (scout, {"image_size": 112}, r"scout looks at images of 160 pixels, but those of the backbone have 112"),
+        (scout, {"image_size": 112}, r"scout looks at images of 160 pixels, but the backbone at images of 112"),
         (world.early("scout", 0.05), {}, r"Budget 0\.05 keeps 5 of 100 patches.*minimum is 8. Use `budget=0\.08`"),
         (replace(inside, block=4), {}, r"block 4 scores the tokens of block 3, but the router was trained on tokens of block 1"),
         (replace(inside, router=world.routers["scout"]), {}, "trained on another backbone"),

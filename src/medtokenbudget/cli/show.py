@@ -87,7 +87,7 @@ class Demo(Command):
 class Selectors(Command):
     """List the selectors by name: what each keeps or merges, whether it learns, and what it reads besides the patches.
 
-    Those of other installed packages are in the list.
+    Selectors of other installed packages are in the list.
     """
 
     example = "mtb selectors --json"

@@ -175,7 +175,7 @@ def route_files(
     in_one = engine == "local" and address is None and config.jobs == 1 and not config.shard_size
     if store is not None:
         if masks is not None or not in_one:
-            what = "masks are those of the manifest, and one process writes one table"
+            what = "masks come from the manifest, and one process writes one table"
             raise RequestError(f"With `store`, {what}. Leave out the others.")
         store, images = _stored(store, images, router)
     sources = with_masks(expand(images), masks)

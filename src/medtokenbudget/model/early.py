@@ -90,7 +90,7 @@ class EarlyRouting:
             self._check_inside(backbone, selector)
         elif backbone.preprocessing.image_size < size:
             raise RequestError(
-                f"The scout looks at images of {size} pixels, but those of the backbone have {backbone.preprocessing.image_size}. "
+                f"The scout looks at images of {size} pixels, but the backbone at images of {backbone.preprocessing.image_size}. "
                 f"Use `image_size={size}` or more."
             )
         settings: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}

@@ -141,7 +141,7 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
         elif low >= 0 and high > 3:
             advice = "so they seem to be from 0 to 255. Divide them by 255, or pass uint8"
         else:
-            advice = "so they seem to be normalized. Pass `normalized=True`, or `(mean, std)` if not with those of the model"
+            advice = "so they seem to be normalized. Pass `normalized=True`, or `(mean, std)` if they differ from the model's"
         raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
     return pixels.mul(255).round().to(torch.uint8)
 

@@ -635,7 +635,7 @@ def predict(
     selector: str | None = None,
     **more: Unpack[Extra],
 ) -> list[Prediction]:
-    """Predict classes of images from the patches that a model keeps. The arguments are those of `MedTokenBudget.route`, and:
+    """Predict classes of images from the patches that a model keeps. It takes the arguments of `MedTokenBudget.route`, and:
 
     Args:
         model: A model with a head, or what `mtb.load` takes. The router that comes with the package has no head.

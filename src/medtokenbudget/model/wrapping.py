@@ -49,8 +49,8 @@ class Kept(NamedTuple):
 class Wrapped(nn.Module):
     """A model that runs on the patches that a router keeps; made by `wrap`.
 
-    `parameters()` and `state_dict()` are those of the model, under `model.`; the router is frozen and part of neither. To save a
-    fine-tuned model, save `mtb.unwrap(fast)`: its keys are those of the original.
+    `parameters()` and `state_dict()` belong to the model, under `model.`; the router is frozen and part of neither. To save a
+    fine-tuned model, save `mtb.unwrap(fast)`: its keys equal the original ones.
 
     Attributes:
         model: The model itself.

@@ -270,7 +270,7 @@ class ReportRun:
         return list(dict.fromkeys([*self.leading, *controls]))
 
     def drawn(self, methods: Iterable[str]) -> list[str]:
-        """Return those of `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
+        """Return the `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
 
         These are the emphasized methods and the references, then in turn the highest in share of the ceiling and in macro F1 of
         those without a variant or another head.

@@ -238,7 +238,7 @@ def both_views(
 
 
 def study_tables(comparison: Comparison) -> list[Table | None]:
-    """Make the tables of every study, each in the form that it asks for; those of the headline study are above."""
+    """Make the tables of every study, each in the form that it asks for; the headline study has its tables above."""
     names = dict.fromkeys(name for run in comparison.runs for name in run.studies)
     known = [*(name for name in STUDIES if name in names), *(name for name in names if name not in STUDIES)]
     tables: list[Table | None] = []
@@ -323,7 +323,7 @@ def runs(comparison: Comparison) -> Table:
         "n (masks)": lambda row: f"{row['n']:,} ({row['n_masked']:,})",
         "Seeds": "seeds",
     }
-    nearest = f"headline numbers are those of the budget nearest to {budget_text(HEADLINE_BUDGET)} of each run."
+    nearest = f"headline numbers belong to the budget nearest to {budget_text(HEADLINE_BUDGET)} of each run."
     apart = f" The runs have no budget in common: {nearest}" if comparison.headline is None else ""
     return _listing("runs", data, columns, labels=4, **_words("runs", apart=apart))
 
@@ -491,7 +491,7 @@ def worst(run: ReportRun, named: bool = True) -> Table | None:
 
 
 def new_lesions(run: ReportRun) -> Table | None:
-    """Show classification on all validation images, and on those of lesions (or patients) that no training image shows."""
+    """Show classification on all validation images, and on images of lesions (or patients) that no training image shows."""
     seen = [] if run.manifest is None else [name for name, cross in zip(run.manifest.ids, run.manifest.crossing) if cross]
     images = run.main_predictions[np.isclose(run.main_predictions["budget"], run.headline)]
     new = images[~images["image_id"].isin(seen)]

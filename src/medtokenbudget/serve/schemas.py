@@ -88,7 +88,7 @@ class ImageInfo(BaseModel):
 
 
 class PromiseAnswer(BaseModel):
-    retention: float = Field(description="Share of the lesion that is promised for images like those of the calibration.")
+    retention: float = Field(description="Share of the lesion that is promised for images like the calibration images.")
     coverage: float | None = Field(description="Share of the images that keep so much; null if it is kept on average.")
     k: int = Field(description="Patches of this image that keep the promise: the first k of `order`.")
     probabilities: list[float] | None = Field(description="Class probabilities from these patches; null if the model has no head.")
