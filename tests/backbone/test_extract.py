@@ -21,7 +21,7 @@ from medtokenbudget import files
 from medtokenbudget.backbone import Backbone, FeatureStore, extract, views
 from medtokenbudget.backbone.attention import DEFAULT
 from medtokenbudget.backbone.backbone import Preprocessing
-from medtokenbudget.backbone.extract import Segmenter, add_segmentation, open_backbone
+from medtokenbudget.backbone.extract import PatchScorer, add_segmentation, open_backbone
 from medtokenbudget.backbone.store import Record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
@@ -454,7 +454,7 @@ def test_a_segmenter_scores_every_view_and_leaves_the_tokens(tmp_path: Path, bac
     def green(pixels: torch.Tensor) -> torch.Tensor:
         return pixels[..., 1].float().unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).mean((3, 4)).flatten(1)
 
-    segmenter = Segmenter(reader, green, "one")
+    segmenter = PatchScorer(reader, green, "one")
     add_segmentation(store, half, segmenter, CONFIG)
     grown = FeatureStore.open(store.path, half)
     after = contents(store.path)

@@ -271,7 +271,7 @@ def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -
 
 
 @dataclass(frozen=True)
-class Segmenter:
+class PatchScorer:
     """A trained network that scores patches of an image.
 
     Attributes:
@@ -292,7 +292,7 @@ class Segmenter:
         return self.backbone.prepare(image)
 
 
-def add_segmentation(store: FeatureStore, manifest: Manifest, segmenter: Segmenter, config: ExtractConfig) -> None:
+def add_segmentation(store: FeatureStore, manifest: Manifest, segmenter: PatchScorer, config: ExtractConfig) -> None:
     """Add the signal `segmentation` to the rows of `manifest` that have none: the scores of a segmenter, for every view.
 
     Raises:
@@ -340,7 +340,12 @@ def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, An
 
 
 def make_shards(
-    store: Path, config: ExtractConfig, settings: str, backbone: Backbone | Segmenter, units: Sequence[ShardUnit], advance: Advance
+    store: Path,
+    config: ExtractConfig,
+    settings: str,
+    backbone: Backbone | PatchScorer,
+    units: Sequence[ShardUnit],
+    advance: Advance,
 ) -> Iterator[None]:
     """Make shards, in order; each records the hash `settings`. Images are decoded ahead across the borders of shards."""
     parts = [(i, tuple(same)) for i, unit in enumerate(units) for _, same in itertools.groupby(unit.items, lambda item: item.image)]
@@ -360,7 +365,7 @@ def make_shards(
         yield from ordered_map(lambda made: _publish(store, settings, *made), computed(), ahead=1, threads=1)
 
 
-def _decode(items: tuple[Item, ...], backbone: Backbone | Segmenter, view_seed: int) -> list[_Decoded | FailedRow]:
+def _decode(items: tuple[Item, ...], backbone: Backbone | PatchScorer, view_seed: int) -> list[_Decoded | FailedRow]:
     first = items[0]
     try:
         if not first.image_file:
@@ -384,7 +389,7 @@ def _decode(items: tuple[Item, ...], backbone: Backbone | Segmenter, view_seed: 
 
 
 def _compute(
-    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone | Segmenter, config: ExtractConfig, advance: Advance
+    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone | PatchScorer, config: ExtractConfig, advance: Advance
 ) -> _Computed:
     """Run the backbone over the rows of a shard in batches; if memory runs out, halve the batch size for the rest of it."""
     made = _Computed(config.batch_size)
@@ -417,7 +422,7 @@ def _compute(
 
 
 def _fields_if_they_fit(
-    batch: list[_Decoded], backbone: Backbone | Segmenter, config: ExtractConfig, signals: Sequence[str]
+    batch: list[_Decoded], backbone: Backbone | PatchScorer, config: ExtractConfig, signals: Sequence[str]
 ) -> dict[str, np.ndarray] | None:
     """Compute the fields, or return None if memory ran out: not an error, whose traceback keeps what filled the memory."""
     try:
@@ -433,7 +438,7 @@ def _fields_if_they_fit(
 
 @torch.inference_mode()
 def _fields(
-    batch: list[_Decoded], backbone: Backbone | Segmenter, config: ExtractConfig, signals: Sequence[str]
+    batch: list[_Decoded], backbone: Backbone | PatchScorer, config: ExtractConfig, signals: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """Compute the fields of these rows: the patches, all of them or those that an early route keeps, and the signals."""
     dtype, precision = _DTYPES[config.dtype], _PRECISIONS.get(config.precision)
@@ -442,7 +447,7 @@ def _fields(
         pixels = pixels.pin_memory().to(backbone.device, non_blocking=True)
     else:
         pixels = pixels.to(backbone.device)
-    if isinstance(backbone, Segmenter):
+    if isinstance(backbone, PatchScorer):
         return {SEGMENTATION: backbone.score(pixels).float().cpu().numpy()}
     with torch.autocast(backbone.device.type, precision, enabled=precision is not None):
         tokens = backbone(backbone.normalize(pixels), signals).float()

@@ -32,7 +32,7 @@ from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.backbone import FeatureStore
-    from medtokenbudget.backbone.extract import Segmenter
+    from medtokenbudget.backbone.extract import PatchScorer
     from medtokenbudget.data import Manifest
     from medtokenbudget.model import EarlyRouting
     from medtokenbudget.runs.run import Run
@@ -119,8 +119,8 @@ class Extract(Command):
         if store.errors and not len(store) and not store.missing:
             raise WorkError(f"{store.path} has no rows: every image was skipped. The first reason: {store.errors[0].reason}")
 
-    def _segmenter(self, name: str, manifest: Manifest) -> Segmenter:
-        from medtokenbudget.backbone.extract import Segmenter
+    def _segmenter(self, name: str, manifest: Manifest) -> PatchScorer:
+        from medtokenbudget.backbone.extract import PatchScorer
         from medtokenbudget.model import load
         from medtokenbudget.routing import Ranker
 
@@ -133,7 +133,7 @@ class Extract(Command):
         selector, backbone = model.classifier().selector, model.backbone
         if not isinstance(selector, Ranker):
             raise RequestError(f"The model {name} does not rank patches, so it is no segmenter.")
-        return Segmenter(backbone, lambda pixels: selector.score(backbone.tokens(backbone.normalize(pixels))), model.fingerprint)
+        return PatchScorer(backbone, lambda pixels: selector.score(backbone.tokens(backbone.normalize(pixels))), model.fingerprint)
 
     def _early_routing(self, route: str, router: str, backbone: BackboneConfig) -> EarlyRouting:
         from medtokenbudget.model import EarlyRouting, load
