@@ -125,24 +125,26 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
 @pytest.mark.slow
 def test_memory_stays_flat_however_many_images(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
     script = """
-import os, sys
+import ctypes, os, sys
 from pathlib import Path
 import psutil
 from medtokenbudget.model import load
 from medtokenbudget.model.batch import RouteConfig, predict_files
 folder, image, out = sys.argv[1:]
 model, process = load(folder, device="cpu"), psutil.Process()
+trim = getattr(ctypes.CDLL(None), "malloc_trim", abs)  # what is free but not given back varies by 10 MB
 sizes = []
-for number, count in enumerate((60, 60, 450)):
+for number, count in enumerate((60, 450, 900)):
     images = (Path(image) for _ in range(count))
     predict_files(images, Path(out) / str(number) / "p.parquet", model, RouteConfig(1.0, tokens=True))
+    trim(0)
     sizes.append(process.memory_info().rss / 2**20)
 print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2/tokens.safetensors") / 2**20)
 """
     command = [sys.executable, "-c", script, str(root / "model"), str(images[0]), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     growth, written = map(float, done.stdout.split())
-    assert written > 5, "the tokens must be more than the memory that may be used"
+    assert written > 10, "the tokens must be more than the memory that may be used"
     assert growth < written / 3, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
 
 
