@@ -480,17 +480,11 @@ def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Flo
     return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
 
 
-def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> Floats:
-    """Return `[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
-    confidence, index = confidence_bins(probabilities)
-    gap = correct(label, predicted) - confidence
-    return np.where(index[:, None] == np.arange(ECE_BINS), gap[:, None], 0.0)
-
-
 def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> float:
     """Average over images |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
-    gaps = calibration_bins(label, predicted, probabilities)
-    return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
+    confidence, index = confidence_bins(probabilities)
+    gaps = np.bincount(index, correct(label, predicted) - confidence, ECE_BINS)
+    return float(np.abs(gaps).sum() / len(index)) if len(index) else float("nan")
 
 
 def reliability(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats, NDArray[np.int64]]:

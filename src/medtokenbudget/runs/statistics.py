@@ -109,7 +109,7 @@ def _families(predictions: pd.DataFrame, metrics: Sequence[str]) -> Iterator[tup
     for name in metrics:
         families.setdefault(statistic(name).terms, []).append(name)
     for family in families.values():
-        labeled = statistic(family[0]).scope == "labeled"
+        labeled = METRICS[family[0]].scope == "labels"
         yield family, grouped[grouped["label"] >= 0] if labeled else lesion_rows(grouped), classes
 
 
@@ -219,7 +219,7 @@ def ranking(predictions: pd.DataFrame, metric: str, draws: int = DRAWS) -> pd.Da
     best of the group with p < 0.05, so that the order inside a group means nothing.
     """
     methods = list(dict.fromkeys(predictions["method"]))
-    rows = predictions if statistic(metric).scope == "labeled" else lesion_rows(predictions)
+    rows = predictions if METRICS[metric].scope == "labels" else lesion_rows(predictions)
     shared = set.intersection(*(set(of["image_id"]) for _, of in rows.groupby("method"))) if len(rows) else set()
     rows = rows[rows["image_id"].isin(shared)]
     table = intervals(rows, (metric,), ("method",), draws).sort_values("value", ascending=False, kind="stable", ignore_index=True)
