@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
 HALF_A_LEVEL = 0.5 / 255
+"""How far outside 0 to 1 floats may lie: normalizing and undoing it rounds."""
 Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of the three channels."""
 _FORMS = "`images` must be paths, folders, pictures, arrays, tensors, bytes, open files or a data loader"
@@ -143,7 +144,8 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
         else:
             advice = "so they seem to be normalized. Pass `normalized=True`, or `(mean, std)` if they differ from the model's"
         raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
-    return pixels.mul(255).round().to(torch.uint8)
+    # Clamped, because half a level above white rounds to 256, which is 0 in eight bits: black.
+    return pixels.mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageSource]:
