@@ -17,7 +17,7 @@ import numpy as np
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone import extract as run_extraction
-from medtokenbudget.backbone.backbone import Backbone, located
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
@@ -41,7 +41,7 @@ from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
-from medtokenbudget.model.model import MedTokenBudget, load
+from medtokenbudget.model.model import MedTokenBudget, load, loaded
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
 from medtokenbudget.routing.conformal import Guarantee, Promise
@@ -381,21 +381,21 @@ def calibrate(
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     if folder is not None and out is None and not Path(str(model)).expanduser().is_dir():
         raise RequestError(f"{model} is not a folder of yours, so nothing can be saved in it. Pass `out` for a calibrated copy.")
-    loaded = model if isinstance(model, MedTokenBudget) else load(model)
+    chosen = loaded(model)
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else evaluation.run_of(folder)
         opened = _opened(manifest)
         evaluation.check_stratum(by, opened)
-        images = evaluation.held_out(loaded, opened, store, Path(scratch) / "tokens", part, run)
-        guarantee = evaluation.calibrated(loaded, images, promise, selector, most, by)
-    others = [one for one in loaded.guarantees if not one.keeps(guarantee, guarantee.selector)]
-    loaded.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
+        images = evaluation.held_out(chosen, opened, store, Path(scratch) / "tokens", part, run)
+        guarantee = evaluation.calibrated(chosen, images, promise, selector, most, by)
+    others = [one for one in chosen.guarantees if not one.keeps(guarantee, guarantee.selector)]
+    chosen.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
     if by is not None:
-        loaded.card = guarantee.on_card(loaded.card)
+        chosen.card = guarantee.on_card(chosen.card)
     if out is not None:
-        loaded.save_pretrained(out)
+        chosen.save_pretrained(out)
     elif folder is not None:
-        write_guarantees(folder, loaded.guarantees, loaded.card)
+        write_guarantees(folder, chosen.guarantees, chosen.card)
     return guarantee
 
 
@@ -439,21 +439,21 @@ def evaluate(
     shares = [read_share("budgets", budget) for budget in budgets]
     _check_evaluation(target, original, by)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
-    loaded = model if isinstance(model, MedTokenBudget) else load(model)
+    chosen = loaded(model)
     mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
-    labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
+    labeled = evaluation.in_classes_of(original, chosen.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
-    method = loaded.main if selector is None else selector
-    loaded.classifier(method)
+    method = chosen.main if selector is None else selector
+    chosen.classifier(method)
     with exclusive(target):
-        images = evaluation.held_out(loaded, labeled, store, target / "tokens", part, trained_in, original.hash)
-        run = _begin_evaluation(target, images, manifest, loaded.train_config)
+        images = evaluation.held_out(chosen, labeled, store, target / "tokens", part, trained_in, original.hash)
+        run = _begin_evaluation(target, images, manifest, chosen.train_config)
         about = {
             "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
             "mapping": None if mapping is None else dict(mapping),
             "own": evaluation.own_validation(trained_in, method, shares),
         }
-        evaluation.evaluate_model(run, loaded, images, original, method, shares, about, by=by)
+        evaluation.evaluate_model(run, chosen, images, original, method, shares, about, by=by)
     return run
 
 
@@ -589,7 +589,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
         )
         about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
         model = MedTokenBudget(
-            located(backbone, fingerprint["weights"]),
+            backbone,
             fingerprint,
             run.classes,
             classifiers,

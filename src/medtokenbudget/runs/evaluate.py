@@ -1,6 +1,6 @@
-"""Evaluation: a selector and a head on rows of a store, and a saved model on images that it has never seen.
+"""Evaluation of a saved model, or of a table of kept patches, on images that it has never seen.
 
-A saved model is compared with the controls that a good result has to beat. The evaluation writes the files of a run, so that every
+It is compared with the controls that a good result has to beat. The evaluation writes the files of a run, so that every
 report works on it, and `attributes.parquet` with the stratum of each image. Its images (`HeldOut`) also calibrate a guarantee.
 """
 
@@ -48,9 +48,10 @@ from medtokenbudget.routing.conformal import (
 from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.preflight import available_controls
-from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
+from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, Run, routing_name, write_tables
+from medtokenbudget.runs.sweep import evaluate_views, known_columns, lesion_patches
 from medtokenbudget.runtime import progress, say
-from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
+from medtokenbudget.training.pooled import BATCH
 
 Part = Literal["auto", "val", "select", "train", "all"]
 STUDY = "evaluate"
@@ -63,71 +64,6 @@ _EMBEDDED_PATCH = 14
 ANNOTATOR = "One annotator"
 """The human line among the methods."""
 OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy", "ece")
-
-
-@torch.no_grad()
-def evaluate_views(
-    classifier: RoutedClassifier,
-    method: str,
-    seed: int,
-    store: FeatureStore,
-    manifest: Manifest,
-    views: Mapping[str, np.ndarray],
-    budgets: Sequence[float],
-) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
-    """Evaluate a method on rows of a store, given by view, at every budget.
-
-    Returns the columns of `predictions.parquet` but the study, class -1 without a head, and by view patch orders and scores with
-    the lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
-    """
-    selector, head = classifier.selector, classifier.head
-    frames: list[pd.DataFrame] = []
-    routing: dict[str, dict[str, np.ndarray]] = {}
-    images: dict[str, list[str]] = {}
-    for view, of_view in views.items():
-        rows = with_masks(store, of_view, selector)
-        if not len(rows):
-            continue
-        pooled, evidence = pool_and_judge(store, rows, selector, budgets, seed)
-        probability, label = np.zeros((len(rows), len(budgets), 0), np.float32), np.full(len(rows), -1)
-        predicted = np.full(probability.shape[:2], -1)
-        if head is not None:
-            probability = probabilities(head, store, rows, selector, budgets, seed, pooled)
-            predicted, label = probability.argmax(-1), store.label.numpy()[rows]
-        images[view] = [store.ids[row] for row in rows]
-        known = _known(store, rows, manifest) | {"view": view, "method": method, "seed": seed, "label": label}
-        for index, budget in enumerate(budgets):
-            kept = {
-                "budget": budget,
-                "k": evidence.k[index],
-                "predicted": predicted[:, index],
-                "probabilities": list(probability[:, index].astype(np.float32)),
-                "kept_lesion": evidence.kept_lesion[:, index],
-                "purity": evidence.purity[:, index],
-                "lesion_dominated": evidence.dominated[:, index],
-                "lesion_mass": evidence.mass[:, index],
-            }
-            frames.append(pd.DataFrame(known | kept))
-        ranked = {"order": evidence.order, "scores": evidence.scores}
-        routing[view] = _annotations(store, rows)
-        routing[view] |= {name: value for name, value in ranked.items() if value is not None}
-    return frames, routing, images
-
-
-def _known(store: FeatureStore, rows: np.ndarray, manifest: Manifest) -> dict[str, Any]:
-    """Return the columns of `predictions.parquet` that do not depend on the method."""
-    names, masked = [store.ids[row] for row in rows], store.has_mask.numpy()[rows]
-    return {
-        "dataset": manifest.name,
-        "n_patches": store.n,
-        "image_id": names,
-        "group": manifest.rows.set_index("image_id")["group"].reindex(names).to_numpy(),
-        "lesion": np.where(masked, store.lesion.numpy()[rows].sum(1).astype(float), np.nan),
-    }
-
-
-def _annotations(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
 
 
 @dataclass(frozen=True)
@@ -309,11 +245,9 @@ def _finish(
     hashes: dict[str, str],
     about: dict[str, Any] | None,
 ) -> None:
-    manifest, study = (
-        images.manifest,
-        {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))},
-    )
-    counts = {"part": images.part, "images": len(manifest), "unreadable": len(manifest) - len(images.rows)}
+    study = {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))}
+    asked = len(images.manifest)
+    counts = {"part": images.part, "images": asked, "unreadable": asked - len(images.rows)}
     run.finish(
         methods=methods,
         main=main,
@@ -614,7 +548,6 @@ def _judge_kept(
     place = {name: index for index, name in enumerate(table.names)}
     at = [place[store.ids[row]] for row in rows]
     lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
-    none = np.full(len(rows), np.nan)
     for budget, patches in table.kept.items():
         probability = table.probabilities.get(budget, np.zeros((len(table.names), 0)))[at].astype(np.float32)
         classified = probability.shape[1] > 0
@@ -628,10 +561,10 @@ def _judge_kept(
             "predicted": probability.argmax(1) if classified else -1,
             "probabilities": list(probability),
             "kept_lesion": np.where(masked, np.take_along_axis(lesion, patches[at], 1).sum(1), np.nan),
-            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
+            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), np.nan),
         }
-        yield pd.DataFrame(_known(store, rows, images.manifest) | measured)
-    orders |= {routing_name(view, name, method, SEED): value for name, value in _annotations(store, rows).items()}
+        yield pd.DataFrame(known_columns(store, rows, images.manifest) | measured)
+    orders |= {routing_name(view, name, method, SEED): value for name, value in lesion_patches(store, rows).items()}
     most = table.kept[max(table.kept)][at]
     if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
         rest = np.ones((len(rows), store.n), bool)
