@@ -28,6 +28,7 @@ from medtokenbudget.files import exclusive
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
+from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
@@ -391,19 +392,13 @@ class MedTokenBudget(nn.Module):
 
     @torch.inference_mode()
     def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:
-        """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches once for all budgets."""
+        """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers score the patches once for all budgets."""
         classifier, tokens = self.classifier(selector), self.tokens(images)
         chosen, head = classifier.selector, classifier.required_head
         with evaluating(classifier):
-            if head.reads != "mean":
-                selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n)) for budget in budgets]
-                logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
-            elif chosen.stochastic:  # one image at a time, as in `inference.select`
-                rows = [tokens.take([row]) for row in range(len(tokens))]
-                seeded = (torch.Generator().manual_seed(inference.SEED) for _ in rows)
-                logits = head(torch.cat([chosen.pooled(row, budgets, noise) for row, noise in zip(rows, seeded)]))
-            else:  # a head that reads the mean needs no gathered tokens
-                logits = head(chosen.pooled(tokens, budgets))
+            scores = inference.select(chosen, tokens, tokens.n).scores if isinstance(chosen, Ranker) else None
+            selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n), scores) for budget in budgets]
+            logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
         return logits.softmax(-1).cpu().numpy()
 
     @property

@@ -29,7 +29,7 @@ from medtokenbudget.heads import Head
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model.inference import select
 from medtokenbudget.model.model import MedTokenBudget
-from medtokenbudget.routing import Ranker, Selector
+from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
 
@@ -290,7 +290,7 @@ def write_web_graphs(model: MedTokenBudget, out: Path) -> WebGraphs:
 
 
 def _plan(model: MedTokenBudget) -> WebGraphs:
-    ranked, fixed, left_out = [], {}, {}
+    ranked, fixed, left_out, n = [], {}, {}, model.grid[0] * model.grid[1]
     for name in model.selectors:
         classifier = model.classifier(name)
         selector, head = classifier.selector, classifier.head
@@ -305,23 +305,15 @@ def _plan(model: MedTokenBudget) -> WebGraphs:
             left_out[name] = f"it reads {', '.join(foreign)}"
         elif not selector.stochastic:
             ranked.append(name)
-        elif (scores := _drawn_scores(model, selector, seed=0)) == _drawn_scores(model, selector, seed=1):
-            fixed[name] = scores
+        elif not selector.reads_patches and not selector.requires:
+            drawn = select(selector, TokenBatch(torch.zeros(1, n, model.dim), model.grid), n).scores
+            fixed[name] = [] if drawn is None else drawn[0].tolist()
         else:
             left_out[name] = "it draws at random from the tokens"
     if model.main not in ranked:
         why = left_out.get(model.main, "it does not rank patches by the image")
         raise RequestError(f"The main method '{model.main}' cannot run in a page: {why}.")
     return WebGraphs(tuple(ranked), fixed, tuple(name for name in model.selectors if name not in left_out), left_out)
-
-
-def _drawn_scores(model: MedTokenBudget, selector: Selector, seed: int) -> list[float]:
-    """Return the scores [N] of a ranker that draws; its generator starts anew for every image, so they may be always the same."""
-    n = model.grid[0] * model.grid[1]
-    tokens = TokenBatch(torch.randn(1, n, model.dim, generator=torch.Generator().manual_seed(seed)), model.grid)
-    scores = select(selector, tokens, n).scores
-    assert scores is not None
-    return [float(value) for value in scores[0].tolist()]
 
 
 def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> dict[str, Tensor]:
