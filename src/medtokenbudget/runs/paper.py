@@ -12,13 +12,11 @@ from typing import Any
 
 import pandas as pd
 
-from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.measures import NOT_MEASURED, number, with_spread
 from medtokenbudget.runs.run import AS_IS
 
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
-CLASSES = ISIC_CLASSES
 STUDIES: tuple[str, ...] = ("main", "robustness", "mask-free", "signals", "curriculum", "kvasir")
 """The studies that the paper has numbers for."""
 DATASETS: dict[str, str] = {"isic": "ISIC 2019", "kvasir": "Kvasir v2"}

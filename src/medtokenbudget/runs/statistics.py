@@ -349,23 +349,19 @@ def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int) -> 
     rows = pd.concat(parts, ignore_index=True)
     keys = [*METHOD_KEYS, "stratum"]
     rows["_best"] = reachable(rows["lesion"].to_numpy(int), rows["k"].to_numpy(int))
-    facts = rows.groupby(keys, sort=False).agg(
-        smallest=("lesion", "min"), largest=("lesion", "max"), _best=("_best", "sum"), _lesion=("lesion", "sum")
-    )
+    rows["_cell"] = rows.groupby(list(METHOD_KEYS), sort=False).ngroup()
+    sums = {"_best": ("_best", "sum"), "_lesion": ("lesion", "sum"), "_cell": ("_cell", "first")}
+    facts = rows.groupby(keys, sort=False).agg(smallest=("lesion", "min"), largest=("lesion", "max"), **sums)
     facts["ceiling"] = ratio(facts["_best"], facts["_lesion"])
     # Each stratum is resampled on its own: its size is a fact of the cut, not of the draw.
     pieces = [
         intervals(stratum, ("retention", "retention_of_ceiling"), keys, draws) for _, stratum in rows.groupby("stratum", sort=False)
     ]
     computed = pd.concat(pieces, ignore_index=True)
-    pooled = computed[computed["metric"] == "retention"].rename(columns={"value": "retention"})
-    share = computed[computed["metric"] == "retention_of_ceiling"]
-    share = share.rename(columns={"value": "retention_of_ceiling", "low": "share_low", "high": "share_high"})
-    table = pooled.merge(share[[*keys, "retention_of_ceiling", "share_low", "share_high"]], on=keys)
-    table = table.merge(facts.reset_index(), on=keys)
+    pooled, share = (computed[computed["metric"] == name].set_index(keys) for name in ("retention", "retention_of_ceiling"))
+    share = share[["value", "low", "high"]].set_axis(["retention_of_ceiling", "share_low", "share_high"], axis=1)
+    table = pooled.rename(columns={"value": "retention"}).join([share, facts]).reset_index()
     # The cells in their first order, and in each of them the strata in theirs.
-    first = {key: i for i, key in enumerate(rows[list(METHOD_KEYS)].drop_duplicates().itertuples(index=False, name=None))}
-    table["_cell"] = [first[key] for key in table[list(METHOD_KEYS)].itertuples(index=False, name=None)]
     table["_rank"] = table["stratum"].map({name: i for i, name in enumerate(order)})
     return table.sort_values(["_cell", "_rank"], ignore_index=True)[list(STRATUM_COLUMNS)]
 
