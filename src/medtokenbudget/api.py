@@ -140,6 +140,7 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
+        # A control that needs the mask of an image (the oracle) could never classify a new one.
         compared = [name for name in available_controls(run.store) if controls and "has_mask" not in selector_class(name).requires]
         methods = [str(method_of(selector, settings)), *compared]
     else:  # routed already: only the head is left to train
@@ -167,6 +168,7 @@ def train(
 
 def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     """Train a scout, measure it on the validation images next to the controls, and save it as a model."""
+    # Labels are never read: a scout learns the lesion alone.
     opened = _opened(manifest).without_labels()
     validation = opened.part("val")
     if not validation.rows["mask"].notna().any():
@@ -178,6 +180,7 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
         backbone = scout_backbone(config)
         pixels = Backbone.load(backbone)
         assert isinstance(classifier.selector, Scout)
+        # Masks of validation images are used only for evaluation: they are not counted as learned from.
         masks = int(opened.rows["mask"].notna().to_numpy()[opened.rows["split"] != "val"].sum())
         about = {"run": {"dataset": opened.name, "seeds": [config.seed], "hashes": {"manifest": opened.hash}, "masks": masks}}
         embedded = BackboneConfig(name="embedded")
@@ -197,6 +200,7 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
         original, off_center = (store.rows(validation.ids, view=view, strict=False) for view in (IDENTITY, OFF_CENTER))
         held_out = evaluation.HeldOut(validation, store, original, off_center, "val")
         run = Run.begin(out, opened, store, config)
+        # Without labels it is another manifest than the user's file, so it is kept with the run.
         opened.write(run.manifest_path)
         evaluation.evaluate_model(run, model, held_out, opened, SCOUT, config.budgets, {}, trained=True)
         model.card = card_text(run, model)
@@ -250,6 +254,7 @@ def sweep(
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
+    # The command line gives the budgets in `config`, Python users as an argument.
     given_budgets, name = given_settings(run.config).get("budgets"), "sweep"
     if methods is not None and list(methods) == [PROTOCOL.name]:
         name, methods, seeds = PROTOCOL.name, supported_methods(run, PROTOCOL.methods), seeds or PROTOCOL.seeds
@@ -303,11 +308,13 @@ def reproduce(
         ['center', 'random']
     """
     config = config or preset("paper")
+    # The paper's protocol, unless another one was chosen.
     if "protocol" not in given_settings(config):
         config = replace(config, protocol="paper")
     run = Run.begin(out, manifest, store, config)
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, run.manifest.source.split()[0])
+    # All methods at once, so that what is left out is said once and not for each study.
     supported_by_data = supported_methods(run, tuple(dict.fromkeys(method for one in studies for method in one.methods)))
     studies = [replace(one, methods=tuple(m for m in one.methods if m in supported_by_data)) for one in studies]
     supported = [one for one in studies if one.methods]
@@ -385,9 +392,11 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else evaluation.run_of(folder)
         opened = _opened(manifest)
+        # Before tokens are extracted, which takes long.
         evaluation.check_stratum(by, opened)
         images = evaluation.held_out(chosen, opened, store, Path(scratch) / "tokens", part, run)
         guarantee = evaluation.calibrated(chosen, images, promise, selector, most, by)
+    # The same promise again replaces the earlier one, whatever its cap.
     others = [one for one in chosen.guarantees if not one.keeps(guarantee, guarantee.selector)]
     chosen.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
     if by is not None:
@@ -444,8 +453,10 @@ def evaluate(
     labeled = evaluation.in_classes_of(original, chosen.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
     method = chosen.main if selector is None else selector
+    # An unknown method is an error before anything is extracted.
     chosen.classifier(method)
     with exclusive(target):
+        # Translated labels change the hash of a manifest, and the model knows the one with its own labels.
         images = evaluation.held_out(chosen, labeled, store, target / "tokens", part, trained_in, original.hash)
         run = _begin_evaluation(target, images, manifest, chosen.train_config)
         about = {
@@ -498,6 +509,7 @@ def evaluate_kept(
             shown = {images.store.ids[row] for row in images.off_center}
             crops = wanted.take([row for row, name in enumerate(wanted.ids) if name in shown])
             tables[OFF_CENTER] = evaluation.read_kept(kept, crops, OFF_CENTER)
+            # The controls are evaluated at one list of budgets, on both views.
             if list(tables[OFF_CENTER].kept) != list(tables[AS_IS].kept):
                 raise RequestError(f"{kept} has other budgets for off-center views than for original images.")
         run = _begin_evaluation(target, images, manifest, TrainConfig())
@@ -582,6 +594,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
                 classifiers[str(method)] = trained.get(unit) or sweeping.load_unit(run, unit)
         store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])
         rows = TrainingRows.of(run.manifest, store, config)
+        # What the tokens were made with: the heads fit no other backbone.
         fingerprint, weights = store.config["backbone"], store.config["weights"]
         backbone = BackboneConfig(
             weights=None if weights is None else Path(weights),

@@ -336,6 +336,7 @@ def points(value: Any, digits: int = 1) -> str:
     if is_missing(value):
         return NOT_MEASURED
     text = f"{100 * float(value):+.{digits}f}"
+    # Neither +0.0 nor -0.0: what rounds to zero has no sign.
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
@@ -362,4 +363,5 @@ def plural(count: int, word: str) -> str:
 
 def budget_text(value: float) -> str:
     """Write a token budget, for example `0.3`, `1.0` or `0.25`."""
+    # 0.1 + 0.2 is 0.30000000000000004, and is written 0.3.
     return f"{value:.1f}" if abs(10 * value - round(10 * value)) < 1e-9 else f"{value:g}"

@@ -106,6 +106,7 @@ class MedTokenBudget(nn.Module):
             has = "has no head, but the model has classes" if classes else "has a head, but the model has no classes"
             raise RequestError(f"The method '{wrong[0]}' {has}. Give every method a head, or none.")
         self.backbone_config, self.train_config, self.main, self.card = backbone, train_config, main, card
+        # As it comes back from a file, with lists for tuples, so that the two can be compared.
         self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
         self.classes, self.guarantees, self.info = tuple(classes), tuple(guarantees), dict(info or {})
         self.tokens_from = None if tokens_from is None else (tokens_from[0], json.loads(json.dumps(tokens_from[1])))
@@ -324,6 +325,7 @@ class MedTokenBudget(nn.Module):
     def tokens(self, images: Any, normalized: Normalized = False) -> TokenBatch:
         """Return tokens of a few images in any form that `route` takes. A `TokenBatch` is only moved to the model's device."""
         if isinstance(images, TokenBatch):
+            # Pixels are never negative, features of a backbone are; without this check their scores would be noise.
             reads_pixels = self.backbone_fingerprint["name"] in READS_PIXELS and images.pixels is None
             if reads_pixels and (images.dim != self.backbone.dim or bool((images.patches[:, :, :3] < 0).any())):
                 raise RequestError("The router reads pixels, but these tokens are of a backbone. Pass `model.tokens(images)`.")
@@ -380,6 +382,7 @@ class MedTokenBudget(nn.Module):
         if isinstance(budget, Guarantee):
             raise RequestError("A guarantee keeps another number of patches of each image, which are no batch. Use `route`.")
         chosen, share = self.classifier(selector).selector, self.budget(budget)  # a wrong budget is an error here already
+        # Wrong statistics are an error here already, too.
         self.statistics(normalized)
 
         @torch.no_grad()
@@ -396,6 +399,7 @@ class MedTokenBudget(nn.Module):
         classifier, tokens = self.classifier(selector), self.tokens(images)
         chosen, head = classifier.selector, classifier.required_head
         with evaluating(classifier):
+            # Scored once; at each budget only a longer part of the same order is gathered.
             scores = inference.select(chosen, tokens, tokens.n).scores if isinstance(chosen, Ranker) else None
             selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n), scores) for budget in budgets]
             logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)

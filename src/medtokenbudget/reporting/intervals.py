@@ -123,6 +123,7 @@ class ReportRun:
         results, predictions = info.results, info.predictions
         if results.empty:
             raise RequestError(f"{path / run_files.RESULTS} has no rows yet. Run the same command again to finish the run.")
+        # The CSV file has ten digits of a budget, the Parquet file all: unrounded the two would not meet.
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
         missing: list[str] = []
@@ -146,6 +147,7 @@ class ReportRun:
         attributes = pd.read_parquet(strata) if strata else pd.DataFrame()
         if by:
             columns = pd.DataFrame({"image_id": info.manifest.ids, **column_strata(info.manifest, by)})
+            # A column that is asked for again replaces the one that the evaluation stored.
             earlier = attributes.drop(columns=[name for name in columns if name != "image_id"], errors="ignore")
             attributes = columns if earlier.empty else earlier.merge(columns, on="image_id", how="left")
         return cls(name, info, results, predictions, training, orders, manifest, attributes, missing)
@@ -361,6 +363,7 @@ class ReportRun:
     def by_attribute(self) -> pd.DataFrame:
         """The same by every property of `attributes`, with the column `property`."""
         parts = []
+        # With an underscore: the numbers behind the strata.
         known = [name for name in map(str, self.attributes) if name != "image_id" and not name.startswith("_")]
         first = [name for name in ("class", *STRATA) if name in known]
         for name in dict.fromkeys([*first, *known]):

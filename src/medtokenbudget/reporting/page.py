@@ -75,6 +75,7 @@ def build(
             use_notice=USE_NOTICE,
             jpeg=jpeg,
             picture_key=_PICTURE_KEY,
+            # The glossary explains every method that a table shows.
             methods=[(method, look(method)) for method in comparison.first.with_controls(shown)],
             # The page links the table of further measures, and does not show it.
             glossary={term: words for term, words in GLOSSARY.items() if term not in further},

@@ -220,6 +220,7 @@ def evaluate_model(
         raise RequestError(f"Budgets must lie in (0, 1], got {', '.join(map(str, wrong)) or 'none'}.")
     classifiers = {method: model.classifier(method)}
     for name in available_controls(images.store):
+        # With the minimum of the model, so that it keeps as many patches at small budgets.
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
             continue  # on pixels it would be another method than the one of this name on tokens
@@ -296,6 +297,7 @@ def _write_tables(
         of_method, tensors, read = evaluate_views(classifier, name, SEED, store, manifest, views, budgets)
         frames += of_method
         for view in read:
+            # Orders of fewer images (the oracle reads only those with a mask) would not fit the rows of the file.
             if len(read[view]) == len(views[view]):
                 for key, value in tensors[view].items():
                     routing.setdefault(routing_name(view, key, name, SEED), value)
@@ -340,6 +342,7 @@ def _against_annotators(
         lesions = [lesion for lesion, _ in of_image.values()]
         for number, (method, rows) in enumerate(cells[cells["view"] == view].groupby("method", sort=False) if lesions else ()):
             name, k = routing_name(view, "order", str(method), SEED), rows["k"].to_numpy()
+            # The human line once, before the first method.
             found = {} if number else {ANNOTATOR: agreement([order for _, order in of_image.values()], lesions, k, between=True)}
             if name in routing:
                 found[str(method)] = agreement([routing[name][[at]] for at in of_image], lesions, k)
@@ -368,6 +371,7 @@ def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str] = (
             look = measure(decode_image(images.manifest.image_path(place[name])), None if mask is None else decode_mask(mask))
         except RequestError:
             return known
+        # With an underscore: the numbers behind the strata, which are no strata themselves.
         return {**known, **look.strata(), **{f"_{key}": value for key, value in asdict(look).items()}}
 
     ids = [images.store.ids[row] for row in images.rows]
@@ -459,6 +463,7 @@ def read_kept(path: Path | str, manifest: Manifest, view: str = AS_IS) -> KeptPa
     columns = [name for name in frame.columns if name.startswith("p_")]
     if columns and sorted(columns) != sorted(f"p_{name}" for name in manifest.classes):
         raise refuse(f"has {', '.join(columns)}, but the classes of the manifest are {', '.join(manifest.classes) or 'none'}.")
+    # Rounded, because shares that were computed differ in their last bit.
     for _, rows in frame.groupby(shares.loc[frame.index].round(9)):
         if (sizes := sorted(set(counts[rows.index]))) != sizes[:1] or not sizes[0]:
             raise refuse(f"keeps {listed(sizes)} patches at one budget. Every image must keep the same number, at least 1.")
@@ -546,6 +551,7 @@ def _judge_kept(
     """Yield the predictions of a table at each budget, and add its ranking and scores to `orders`."""
     store, method = images.store, table.method
     place = {name: index for index, name in enumerate(table.names)}
+    # The store may have other images between those of the table, and lacks what could not be read.
     at = [place[store.ids[row]] for row in rows]
     lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
     for budget, patches in table.kept.items():
@@ -567,6 +573,7 @@ def _judge_kept(
     orders |= {routing_name(view, name, method, SEED): value for name, value in lesion_patches(store, rows).items()}
     most = table.kept[max(table.kept)][at]
     if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
+        # The patches that no budget kept follow by number: nothing is known of their order.
         rest = np.ones((len(rows), store.n), bool)
         np.put_along_axis(rest, most, False, 1)
         order = np.concatenate([most, np.nonzero(rest)[1].reshape(len(rows), -1)], 1).astype(np.int16)
@@ -614,12 +621,14 @@ def calibrated(
     groups = images.groups_of(rows)
     with evaluating(classifier):
         scores = patch_scores(images.store, rows, classifier.selector)
+    # Where all probabilities of an image are low, one threshold on them would keep little of its lesion.
     if relative := isinstance(classifier.selector, ScoredRanker):
         scores = relative_scores(scores)
     n = images.store.n
     most = n if cap is None else classifier.selector.count(cap, n)
     minimum = min(classifier.selector.minimum, most)
     threshold = pick_threshold(promise, scores, lesion, groups, minimum, most)
+    # Too few groups cannot promise this much, whatever they keep: such a part is shown, and not promised.
     parts = {} if by is None else _parts(images, rows, lesion, by)
     enough = {value: inside for value, inside in parts.items() if len({groups[i] for i in inside}) >= groups_needed(promise)}
     if by is not None and not enough:
@@ -643,6 +652,7 @@ def calibrated(
         **asdict(promise),
         **rule,
         kept=group_mean(retained, groups),
+        # Over the images that have a share to keep, like `kept`.
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
@@ -659,6 +669,7 @@ def _parts(images: HeldOut, rows: np.ndarray, lesion: np.ndarray, by: str) -> di
     """Return the calibration images with a lesion patch by the value of a stratum: class, size, one of `STRATA`, or a column."""
     sizes = lesion.sum(1)
     if by == "size":
+        # Equal quartiles, of many lesions of one size, would leave parts empty.
         edges = np.unique(np.quantile(sizes[sizes > 0], (0.25, 0.5, 0.75)))
         quarter = np.searchsorted(edges, sizes)
         spans = {number: sizes[(quarter == number) & (sizes > 0)] for number in range(len(edges) + 1)}

@@ -432,6 +432,7 @@ def headline(results: pd.DataFrame, budget: float = HEADLINE_BUDGET) -> str:
     rows = results[results["view"] == AS_IS]
     if rows.empty:
         return "No results."
+    # Of two budgets that are equally near, the smaller one.
     nearest = min(rows["budget"].unique(), key=lambda measured: (abs(measured - budget), measured))
     rows = rows[rows["budget"] == nearest]
     table = rows.groupby("method", sort=False)[list(_HEADLINE)].mean()

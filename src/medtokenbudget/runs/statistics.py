@@ -72,6 +72,7 @@ def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
     rng = np.random.default_rng(seed)
     for rows in _blocks(groups, draws):
         picks = rng.integers(0, groups, (rows, groups))
+        # Each row counts in a range of its own, so that one bincount serves the whole block.
         picks += groups * np.arange(rows)[:, None]
         yield np.bincount(picks.ravel(), minlength=rows * groups).reshape(rows, groups).astype(float)
 
@@ -169,6 +170,7 @@ def holm(p: Sequence[float] | Floats) -> Floats:
     """Adjust p by Holm's step-down correction, which controls the family-wise error. NaN stays and is not counted."""
     values = np.asarray(p, float)
     adjusted = np.full(values.shape, np.nan)
+    # NaN sorts last, so the first ones are the numbers.
     order = np.argsort(values, kind="stable")[: int((~np.isnan(values)).sum())]
     steps = values[order] * (len(order) - np.arange(len(order)))
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
@@ -251,6 +253,7 @@ def _compare_cell(
     if reference not in methods:
         return
     shared: dict[tuple[frozenset[str], tuple[int, ...]], list[str]] = {}
+    # Oracle classifies only images with a mask: a difference over other images would say nothing.
     for name, frame in methods.items():
         images = frozenset(frame["image_id"]) & frozenset(methods[reference]["image_id"])
         both = sorted(set(frame["seed"]) & set(methods[reference]["seed"]))
@@ -268,6 +271,7 @@ def _compare_cell(
         of_reference = {metric: statistic(metric).value(drawn[0]) for metric in family}
         count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
         for index, name in enumerate(opponents, start=1):
+            # Another stream of random numbers than the bootstrap's.
             permuted = _exchange(tables[0], tables[index], draws, seed + 1)
             for metric in family:
                 value = statistic(metric).value
@@ -296,6 +300,7 @@ def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[s
     """
     kept = [*METHOD_KEYS, "seed", "n", "n_masked"]
     long = results.melt(id_vars=kept, value_vars=list(metrics), var_name="metric").dropna(subset="value")
+    # The number of images behind a value is part of its key: only equal ones are subtracted.
     long["n"] = long["n_masked"].where(long["metric"].str.startswith("retention"), long["n"])
     keys = ["study", "dataset", "view", "budget", "seed", "metric", "n"]
     first = long[long["method"] == reference].rename(columns={"method": "method_a"})
@@ -395,6 +400,7 @@ def _mixture_quantile(beta: Floats, separation: Floats, prevalence: Floats) -> F
     single = ndtri(1 - beta)
     low, high = np.minimum(single, single + separation), np.maximum(single, single + separation)
     for _ in range(60):
+        # At budgets 0 and 1 the quantile is infinite, and inf - inf is no middle.
         with np.errstate(invalid="ignore"):
             middle = np.where(np.isinf(single), single, (low + high) / 2)
         above = prevalence * ndtr(separation - middle) + (1 - prevalence) * ndtr(-middle)

@@ -96,6 +96,7 @@ def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
         raise RequestError(
             f"{run.path} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another `out`."
         )
+    # Failed units do not count: they run again, and may do so with other options.
     for unit in units:
         state = _read_state(folder_of(run, unit))
         if state.get("status") == "done" and state.get("identity") != identity(run, unit):
@@ -238,6 +239,7 @@ def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch 
         selector: str | Selector = method.selector
         if not method.learned:
             selector = create_selector(method.selector, minimum=config.router.minimum, **method.options)
+        # In the joint recipe the classification moves the selector too, so nothing can be shared.
         elif first is not None and config.recipe != "joint":
             _copy_training(folder_of(run, first), trained_in)
         classifier = train(run.store, rows, config, selector, method.head, trained_in, run.path / "pooled", on_epoch)
@@ -370,6 +372,7 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
         for unit in study.units():
             if unit in frames:
                 frame = frames[unit]
+                # A unit is trained and evaluated once for all studies; each takes its budgets and views of it.
                 wanted = frame["budget"].isin(study.budgets) & (study.off_center | (frame["view"] == AS_IS))
                 parts.append(frame[wanted].assign(study=study.name))
     routing, images = _collect_routing(run, done)
