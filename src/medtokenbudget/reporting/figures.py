@@ -328,9 +328,7 @@ def _center_bias(run: ReportRun) -> Figure | None:
 
 def _reliability(run: ReportRun) -> Figure | None:
     """Draw confidence against accuracy of the main method at the headline budget, all seeds together."""
-    rows, method = run.main_predictions, run.focus
-    rows = rows[(rows["method"] == method) & np.isclose(rows["budget"], run.headline) & (rows["label"] >= 0)]
-    error = run.at("ece").get(method)
+    rows, error = run.focus_rows[run.focus_rows["label"] >= 0], run.at("ece").get(run.focus)
     if rows.empty or error is None:
         return None
     confidence, accuracy, counts = metrics.reliability(rows["label"], rows["predicted"], probability_matrix(rows))
@@ -339,7 +337,7 @@ def _reliability(run: ReportRun) -> Figure | None:
     figure, (axes, below) = plt.subplots(2, 1, figsize=(WIDTH, 4.9), sharex=True, height_ratios=[3, 1])
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="perfectly calibrated")
     axes.vlines(confidence, np.minimum(confidence, accuracy), np.maximum(confidence, accuracy), color=BACKGROUND)
-    label = f"{look(method).title}, ECE {100 * error:.1f}%"
+    label = f"{look(run.focus).title}, ECE {100 * error:.1f}%"
     axes.plot(confidence, accuracy, color=KEPT, marker="o", linewidth=2.0, label=label)
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
     percent_axis(axes, label="accuracy (%)")

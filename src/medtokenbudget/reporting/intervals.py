@@ -182,10 +182,14 @@ class ReportRun:
         return self.images(self.study, AS_IS)
 
     @cached_property
+    def headline_rows(self) -> pd.DataFrame:
+        """Predictions at the headline budget."""
+        return self.main_predictions[np.isclose(self.main_predictions["budget"], self.headline)]
+
+    @property
     def focus_rows(self) -> pd.DataFrame:
-        """Predictions of the method the report is about, at the headline budget."""
-        rows = self.main_predictions
-        return rows[(rows["method"] == self.focus) & np.isclose(rows["budget"], self.headline)]
+        """The same of the method the report is about."""
+        return self.headline_rows[self.headline_rows["method"] == self.focus]
 
     @cached_property
     def budgets(self) -> list[float]:
@@ -330,8 +334,7 @@ class ReportRun:
 
     def difference(self, method: str, other: str, metric: str) -> Difference | None:
         """Return `method` minus `other` at the headline budget of the headline study; None unless both were measured."""
-        rows = self.main_predictions
-        rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], self.headline)]
+        rows = self.headline_rows[self.headline_rows["method"].isin([method, other])]
         if {method, other} - set(rows["method"]):
             return None
         tests = statistics.compare(rows, method, (metric,))
@@ -343,8 +346,7 @@ class ReportRun:
 
     @property
     def _at_headline(self) -> pd.DataFrame:
-        rows = self.main_predictions
-        return rows[np.isclose(rows["budget"], self.headline) & (rows["method"] != "no-pruning")]
+        return self.headline_rows[self.headline_rows["method"] != "no-pruning"]  # keeps everything of every stratum
 
     @cached_property
     def by_size(self) -> pd.DataFrame:

@@ -493,7 +493,7 @@ def worst(run: ReportRun, named: bool = True) -> Table | None:
 def new_lesions(run: ReportRun) -> Table | None:
     """Show classification on all validation images, and on images of lesions (or patients) that no training image shows."""
     seen = [] if run.manifest is None else [name for name, cross in zip(run.manifest.ids, run.manifest.crossing) if cross]
-    images = run.main_predictions[np.isclose(run.main_predictions["budget"], run.headline)]
+    images = run.headline_rows
     new = images[~images["image_id"].isin(seen)]
     if not 0 < len(new) < len(images) or not run.info.classes:
         return None
