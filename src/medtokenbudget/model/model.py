@@ -28,7 +28,7 @@ from medtokenbudget.files import exclusive
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
-from medtokenbudget.routing import Ranker
+from medtokenbudget.routing import Ranker, pooled_means, rank
 from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
@@ -399,10 +399,14 @@ class MedTokenBudget(nn.Module):
         classifier, tokens = self.classifier(selector), self.tokens(images)
         chosen, head = classifier.selector, classifier.required_head
         with evaluating(classifier):
-            # Scored once; at each budget only a longer part of the same order is gathered.
+            counts = [chosen.count(budget, tokens.n) for budget in budgets]
             scores = inference.select(chosen, tokens, tokens.n).scores if isinstance(chosen, Ranker) else None
-            selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n), scores) for budget in budgets]
-            logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
+            if scores is not None and head.reads == "mean":
+                # One sum along the order serves all budgets: a fifth of the time of gathering the tokens of a hundred.
+                logits = head(pooled_means(tokens.patches, rank(scores), counts))
+            else:
+                selections = [inference.select(chosen, tokens, k, scores) for k in counts]
+                logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
         return logits.softmax(-1).cpu().numpy()
 
     @property
