@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_type_hints
 
+from medtokenbudget.config import check_values
 from medtokenbudget.errors import MedTokenBudgetWarning, RequestError, UnknownNameError
 
 T = TypeVar("T")
@@ -60,11 +61,17 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def create(self, name: str, **options: Any) -> T:
+        """Create an instance; its options must fit the annotations of the constructor, such as `Count`."""
         entry = self.get(name)
         try:
             inspect.signature(entry).bind(**options)
         except TypeError as error:
             raise RequestError(f"{self.kind.capitalize()} '{name}' cannot be created with {options}: {error}.") from None
+        try:
+            hints = get_type_hints(entry.__init__, include_extras=True)
+        except (NameError, AttributeError):  # another package may import the names of its annotations for type checkers only
+            hints = {}
+        check_values({option: (value, hints[option]) for option, value in options.items() if option in hints})
         return entry(**options)
 
     def options(self, instance: T, *given: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medtokenbudget.errors import CountError
+from medtokenbudget.config import Count
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
 from medtokenbudget.routing.trainable import GatedAttention
 from medtokenbudget.routing.trainable import dropout as drop
@@ -27,11 +27,9 @@ class _CLAM(TokenHead):
     branch_per_class: ClassVar[bool]
 
     def __init__(
-        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
+        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: Count = 8
     ) -> None:
         super().__init__(dim, classes)
-        if instances < 1:
-            raise CountError(f"instances must be at least 1, got {instances}.")
         self.width, self.attention, self.dropout, self.instances = width, attention, dropout, instances
         self.needs = 2 * instances
         self.features = nn.Linear(dim, width)

@@ -209,10 +209,8 @@ class SoftMerger(LearnedSelector, Merger):
     are used. A slot that no training budget reached keeps its initial weights.
     """
 
-    def __init__(self, slots: int = 256, minimum: int = 16) -> None:
+    def __init__(self, slots: int, minimum: int) -> None:
         super().__init__(minimum)
-        if slots < 1:
-            raise CountError(f"slots must be at least 1, got {slots}.")
         self.slots = slots
 
     @classmethod

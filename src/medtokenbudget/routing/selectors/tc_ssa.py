@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medtokenbudget.config import Count
 from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
@@ -32,7 +33,7 @@ class TCSSA(SoftMerger):
     description = "Routes every patch to two of K learned slots."
     color, marker = "#5a5a9c", "8"
 
-    def __init__(self, dim: int, routes: int = 2, slots: int = 256, minimum: int = 16) -> None:
+    def __init__(self, dim: int, routes: Count = 2, slots: Count = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)
         self.routes = routes
         self.gate = nn.Linear(dim, slots)
