@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 
@@ -75,7 +74,7 @@ class TransMIL(TokenHead):
         self.output = nn.Linear(width, classes)
 
     def logits(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
-        features = drop(F.relu(self.features(kept.tokens)), self.dropout if self.training else 0.0, generator)
+        features = self.drop(F.relu(self.features(kept.tokens)), generator)
         x = torch.cat([self.class_token.expand(len(kept), -1, -1), features], 1)
         weights = F.pad(kept.weights, (1, 0), value=1.0)
         x = x + self.first(x, weights)
