@@ -306,6 +306,13 @@ def check_name(name: str) -> None:
         raise ManifestError(f"{name!r} cannot be the name of a data set. Choose a `name` that is not empty and has no '|'.")
 
 
+def require_two_groups(groups: Sequence[str]) -> None:
+    """Reject a training part of which no selection part can be cut without splitting a group."""
+    if len(set(groups)) < 2:
+        advice = "Add images, or set nothing aside."
+        raise RequestError(f"Cannot cut a selection part: the training part has fewer than two groups. {advice}")
+
+
 def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:
     ids = rows["image_id"]
     wrong: list[tuple[str, list[Any]]] = [
