@@ -17,7 +17,7 @@ import numpy as np
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone import extract as run_extraction
-from medtokenbudget.backbone.backbone import Backbone, located
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
@@ -42,7 +42,7 @@ from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.model import MedTokenBudget, load
-from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
+from medtokenbudget.model.saved import ROUTER, located, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
 from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.selectors.scout import Scout

@@ -1,4 +1,5 @@
-"""Atomic writes, locks, JSON and tensors that carry a checksum, hashes of files, and files of the Hugging Face Hub.
+"""Atomic writes, locks, JSON and tensors that carry a checksum, hashes of files, files of the Hugging Face Hub, and where
+weights are on this machine.
 
 Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
 fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again. While a
@@ -26,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ LEFTOVER_SECONDS = 24 * 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PART = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[^.]*\.part$")
 _NAME_ROOM = 160
+_PLACES = 8
+"""Further copies of the same weights that are remembered, in case the last one is deleted."""
 _SEAL = "checksum"
 _cleaned: set[tuple[int, str]] = set()
 
@@ -153,10 +156,9 @@ def read_json(path: Path | str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
-    except ValueError as error:
-        raise RequestError(f"{path} is not valid JSON ({error}). The file may be damaged; create it again.") from None
-    except RecursionError:
-        raise RequestError(f"{path} is nested too deeply. The file may be damaged; create it again.") from None
+    except (ValueError, RecursionError) as error:
+        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON ({error})"
+        raise RequestError(f"{path} {why}. The file may be damaged; create it again.") from None
     except OSError as error:
         raise RequestError(f"Cannot read {path}: {error.strerror or error}.") from None
 
@@ -440,3 +442,26 @@ def _answers() -> bool:
             return False
         _reached.add(constants.ENDPOINT)
     return not constants.HF_HUB_OFFLINE
+
+
+def remember(path: Path, sha256: str) -> None:
+    """Note for this user where the weights with this hash are; models and stores name them by hash alone."""
+    place = str(path.absolute())
+    others = [str(known) for known in remembered(sha256) if str(known) != place]
+    with contextlib.suppress(OSError, MedTokenBudgetError):  # a user without a home directory names the weights again
+        text = "\n".join([place, *others[:_PLACES]])
+        if not _note(sha256).is_file() or _note(sha256).read_text(encoding="utf-8") != text:
+            write_text(_note(sha256), text)
+
+
+def remembered(sha256: str) -> list[Path]:
+    """Return where the weights with this hash were last seen, as far as they are still there, the newest place first."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        return [path for line in _note(sha256).read_text(encoding="utf-8").splitlines() if (path := Path(line)).is_file()]
+    return []
+
+
+def _note(sha256: str) -> Path:
+    """Return the file in which this user's machine notes where the weights with this hash are."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "medtokenbudget" / "weights" / sha256
