@@ -81,6 +81,7 @@ def _inputs(
     **_: Any,
 ) -> Inputs:
     bias = None if attn_mask is None else attn_mask.squeeze(0)
+    # A mask of bools forbids pairs, and one with a batch axis differs between images; neither is a bias of all images.
     if is_causal or (bias is not None and (bias.dtype == torch.bool or bias.ndim > 3)):
         raise RequestError("The attention of this backbone is masked, so its patches do not all see each other. Choose another.")
     return Inputs(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, value, bias)
@@ -106,6 +107,7 @@ class AttentionTap:
         for module in modules:
             if hasattr(module, "fused_attn"):
                 module.fused_attn = True  # an environment variable can switch it off, and then there is no call to record
+        # Also called when the pass fails: else the watch would stay entered and record every later attention.
         self._hooks = (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
@@ -182,6 +184,7 @@ def normalized_entropy(weights: Tensor) -> Tensor:
     n = weights.shape[-1]
     if n < 2:
         raise RequestError("Attention entropy needs at least two patches. Use a larger image or smaller patches.")
+    # xlogy is 0 for a weight of 0, where w log w is NaN.
     return 1.0 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
 
 
@@ -218,6 +221,7 @@ def _rollout(block: _Block) -> Tensor:
 REGISTRY = {
     # The patch weights of a row do not sum to one, because the softmax includes the prefix tokens. Eq. 1 takes them all the same.
     "attention_entropy": Signal(lambda b: normalized_entropy(b.weights[:, b.prefix :, b.prefix :]), pseudo=True),
+    # A copy, since a view of one row would keep the whole [b, T, T] in memory.
     "cls_attention": Signal(lambda b: b.weights[:, 0, b.prefix :].clone(), needs_cls=True, pseudo=True),
     "received_attention": Signal(lambda b: b.weights[:, b.prefix :, b.prefix :].mean(1), pseudo=True),
     "value_norm": Signal(
