@@ -48,6 +48,7 @@ def perceptual_hash(thumbnail: np.ndarray) -> int:
     Bit 0, which is the mean, is always 0.
     """
     low = dctn(thumbnail.astype(np.float64), norm="ortho")[:8, :8].reshape(-1)
+    # Without the mean: it is far larger than all other frequencies.
     bits = low > np.median(low[1:])
     bits[0] = False
     return int(_WEIGHTS[bits].sum())
@@ -66,6 +67,7 @@ def exact_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
     first: dict[str, int] = {}
     pairs = []
     for index, one in enumerate(prints):
+        # With the first one only: n copies are n - 1 pairs, and their groups merge all the same.
         earlier = first.setdefault(one.sha256, index)
         if earlier != index:
             pairs.append((earlier, index))
@@ -79,6 +81,7 @@ def near_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
     left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), MAX_DISTANCE)
     thumbnails = np.stack([one.thumbnail for one in prints])
     same = _correlated(thumbnails, left, right)
+    # Away from the rim, which all images of one lens share.
     middle = slice(SIDE // 8, SIDE - SIDE // 8)
     same &= _correlated(thumbnails[:, middle, middle], left, right)
     return [(int(i), int(j)) for i, j in zip(left[same], right[same]) if prints[i].sha256 != prints[j].sha256]
@@ -113,6 +116,7 @@ def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray) -> np
     flat = flat - flat.mean(1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1)
     result = np.zeros(len(left), dtype=bool)
+    # In parts: a picture that occurs a thousand times is half a million pairs.
     for start in range(0, len(left), 1 << 14):
         i, j = left[start : start + (1 << 14)], right[start : start + (1 << 14)]
         both = norm[i] * norm[j]

@@ -69,6 +69,7 @@ def apply_split(
                 "Not every image has a value in the column `center`. `mtb data isic` gives one; for other images, pass a file with "
                 "such a column as `columns`."
             )
+        # By name, so that `fold` means the same center whatever the order of the rows.
         names = sorted(set(centers))
         if len(names) < 2 or fold >= len(names):
             raise RequestError(f"`fold` must be below the number of centers, which is {len(names)} ({listed(names)}), got {fold}.")
@@ -103,6 +104,7 @@ def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, p
         group: int.from_bytes(hashlib.sha256(f"{purpose}/{seed}/{group}".encode()).digest()[:8], "big") / 2**64
         for group in set(groups)
     }
+    # One hash per group, not per image: a group is never in two parts.
     hashes = np.array([place[group] for group in groups], dtype=np.float64)
     chosen = (hashes >= start) & (hashes < start + share)
     if chosen.all() or not chosen.any():

@@ -170,6 +170,7 @@ def _thin(picture: Picture, length: int = 11, depth: float = 0.12, long: int = 1
     """Mark dark thin structures: a closing along one of four lines fills them, and their components are long."""
     gray = _gray(picture)
     lines = [np.ones((1, length), bool), np.ones((length, 1), bool), np.eye(length, dtype=bool), np.eye(length, dtype=bool)[::-1]]
+    # A closing fills a dark line unless the line runs along the footprint, so the largest of four directions counts.
     filled = np.max([ndimage.grey_closing(gray, footprint=line) for line in lines], 0) - gray
     labels, count = ndimage.label(filled > depth, structure=np.ones((3, 3)))
     if not count:
@@ -177,7 +178,9 @@ def _thin(picture: Picture, length: int = 11, depth: float = 0.12, long: int = 1
     areas = np.bincount(labels.ravel(), minlength=count + 1)
     boxes = ndimage.find_objects(labels)
     reach = np.array([0.0, *(np.hypot(*(part.stop - part.start for part in box)) for box in boxes)])
+    # A filled disc has pi / 8 = 0.39 of the squared diagonal of its box, a hair far less.
     keep = (reach >= long) & (areas <= 0.35 * reach**2)
+    # Label 0 is everything else.
     keep[0] = False
     return np.asarray(keep[labels])
 
@@ -187,11 +190,13 @@ def _gray(picture: Picture) -> NDArray[np.float32]:
 
 
 def _lab(pixels: Picture) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    # sRGB to linear light, then to Y and Z of CIE (D65); X is only needed for a*.
     linear = np.where(pixels <= 0.04045, pixels / 12.92, ((pixels + 0.055) / 1.055) ** 2.4).astype(float)
     y = linear @ np.array([0.2126729, 0.7151522, 0.0721750])
     z = linear @ np.array([0.0193339, 0.1191920, 0.9503041]) / 1.08883
 
     def f(t: NDArray[np.float64]) -> NDArray[np.float64]:
+        # The cube root of CIELAB, which is linear near black.
         return np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
 
     return 116 * f(y) - 16, 200 * (f(y) - f(z))
