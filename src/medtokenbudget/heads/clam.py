@@ -51,6 +51,7 @@ class CLAMSB(GatedPooling):
         if not bool(known.any()):
             return features.sum() * 0.0
         hidden = padding.unsqueeze(1)
+        # Detached: which tokens are examples has no gradient. Tokens that do not count are neither.
         top = attention.detach().masked_fill(hidden, -torch.inf).topk(self.instances, dim=2).indices
         bottom = attention.detach().masked_fill(hidden, torch.inf).topk(self.instances, dim=2, largest=False).indices
         total = features.new_zeros(())

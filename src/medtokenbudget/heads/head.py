@@ -106,6 +106,7 @@ def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
     The weights [..., K] are broadcast to the logits; at least one is above 0 in each row.
     """
     weights = weights.expand_as(logits)
+    # The largest logit of those that count, as in any stable softmax.
     top = logits.detach().masked_fill(weights <= 0, -torch.inf).amax(-1, keepdim=True)
     # Tokens that do not count may have larger logits: held, so that their zero times infinity is not NaN.
     shares = weights * (logits - top).clamp(max=20).exp()

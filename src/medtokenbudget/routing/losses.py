@@ -24,6 +24,7 @@ def classification_loss(logits: Tensor, label: Tensor, weights: Tensor | None = 
     """Compute the cross-entropy of logits [B, C] and labels [B], with class weights [C]; images labeled -1 do not count."""
     if logits.ndim != 2 or label.shape != logits.shape[:1]:
         raise ShapeError(f"Logits must be [B, C] and label [B], got {list(logits.shape)} and {list(label.shape)}.")
+    # Zero, but with a graph: `backward` of a batch without labels must not fail.
     if not bool((label != _UNLABELED).any()):
         return logits.sum() * 0.0
     return F.cross_entropy(logits.float(), label, weight=weights, ignore_index=_UNLABELED)
@@ -51,6 +52,7 @@ def lesion_loss(score_logits: Tensor, lesion: Tensor, has_mask: Tensor) -> Tenso
     rows = has_mask.bool()
     if not bool(rows.any()):
         return score_logits.sum() * 0.0
+    # From logits: the log of a sigmoid near 0 or 1 would lose its digits.
     return F.binary_cross_entropy_with_logits(score_logits[rows].float(), lesion[rows].float())
 
 
@@ -64,6 +66,7 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
     if not bool(rows.any()):
         return attention.sum() * 0.0
     mass = (attention[rows].float() * lesion[rows].float()).sum(1)
+    # Attention on the lesion may round to 0, whose log is -inf.
     return -mass.clamp_min(_MARGIN).log().mean()
 
 
@@ -82,6 +85,7 @@ def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
     if cls_attention.shape != _checked(scores).shape:
         raise ShapeError(f"Scores {list(scores.shape)} and cls_attention {list(cls_attention.shape)} must agree.")
     attention = cls_attention.float()
+    # Attention that underflows to 0 everywhere is no NaN.
     teacher = attention / attention.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return (scores.float() - teacher).square().mean()
 

@@ -59,6 +59,7 @@ class RoundMerger(ComparingMerger):
         while x.shape[1] > k:
             count = x.shape[1]
             x, size, moved = self.merge_round(x, size, min(count - k, count // 2), first)
+            # From a patch to its token before the round, to its token after it.
             assignment = moved.gather(1, assignment)
         return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
 
@@ -69,6 +70,7 @@ def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | N
     The assignment [B, N] is -1 for patches in no group, and every group must have a patch. Weights [B, N] are positive; None weighs
     all alike.
     """
+    # Shifted by one, because one_hot has no column for -1; the first column is cut off again.
     member = F.one_hot(assignment + 1, k + 1)[..., 1:].float().transpose(1, 2)  # [B, k, N]
     shares = member if weights is None else member * weights.float().unsqueeze(1)
     means = torch.bmm(shares, patches.float()) / shares.sum(2, keepdim=True)
@@ -86,6 +88,7 @@ def squared_distances(patches: Tensor) -> Tensor:
     x = patches.float()
     x = x - x.mean(1, keepdim=True)  # the same distances from smaller numbers
     squared = x.square().sum(-1)
+    # |x|^2 + |y|^2 - 2 x y needs no [B, N, N, D] tensor, but rounds: it may be just below 0.
     distances = (squared.unsqueeze(2) + squared.unsqueeze(1) - 2 * torch.bmm(x, x.transpose(1, 2))).clamp_min(0)
     distances.diagonal(dim1=1, dim2=2).zero_()
     return distances

@@ -26,6 +26,7 @@ def feature_norm(patches: Tensor) -> Tensor:
     """Divide the L2 norm of each patch by the largest norm of its image (Eq. 2): [B, N, D] to [B, N] in [0, 1]."""
     norms = torch.linalg.vector_norm(_patches(patches), dim=-1, dtype=torch.float32)
     largest = norms.amax(1, keepdim=True)
+    # An image of zeros has norms of 0, not NaN.
     return norms / largest.clamp_min(torch.finfo(norms.dtype).tiny)
 
 
@@ -39,6 +40,7 @@ def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighbo
     check_grid(grid, n)
     if neighborhood not in _PAIRS:
         raise UnknownNameError.of("neighborhood", str(neighborhood), get_args(Neighborhood))
+    # The raster order is a grid of one row: its neighbors are left and right alone.
     h, w = (1, n) if neighborhood == "raster" else grid
     field = patches.float().reshape(b, h, w, -1)
     inverse = torch.linalg.vector_norm(field, dim=-1).clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
@@ -46,6 +48,7 @@ def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighbo
     count = torch.zeros_like(inverse[:1])
     for down, right in _PAIRS[neighborhood]:
         here, there = _shifted(h, w, down, right)
+        # Shifted views instead of gathered neighbors.
         cosine = torch.linalg.vecdot(field[here], field[there]) * inverse[here] * inverse[there]
         for side in (here, there):
             total[side] += 1 - cosine
@@ -62,6 +65,7 @@ def border_contrast(patches: Tensor, grid: tuple[int, int]) -> Tensor:
     check_grid(grid, _patches(patches).shape[1])
     h, w = grid
     border = torch.ones(h, w, dtype=torch.bool, device=patches.device)
+    # A grid of one or two rows is all border.
     border[1:-1, 1:-1] = False
     unit = torch.nn.functional.normalize(patches.float(), dim=-1)
     cosine = unit @ unit[:, border.flatten()].transpose(1, 2)

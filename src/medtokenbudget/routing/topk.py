@@ -37,6 +37,7 @@ def check_k(k: int, n: int) -> int:
 
 def rank(scores: Tensor) -> Tensor:
     """Order patches from best to worst, ties by index: [B, N] to int64 [B, N]."""
+    # Not `torch.topk`, which leaves the order of ties open: it differs between devices.
     return torch.argsort(_scores(scores), dim=1, descending=True, stable=True)
 
 
@@ -61,11 +62,13 @@ def straight_through_topk(scores: Tensor, k: int, temperature: float = 0.5, gene
     logits = logits / temperature
     hard = hard_topk(logits.detach(), k).float()
     soft = (k * torch.softmax(logits, dim=1)).clamp(0, 1)
+    # In these brackets: the difference is exactly 0, so the mask is exactly 0 or 1.
     return hard + (soft - soft.detach())
 
 
 def masked_mean(patches: Tensor, mask: Tensor) -> Tensor:
     """Divide the sum of the patches [B, N, D] under a mask [B, N] by the mass of the mask: [B, D] in fp32."""
+    # In fp32 whatever the precision of the pass: sums of some hundred patches lose digits in bf16.
     with torch.autocast(patches.device.type, enabled=False):
         total = torch.bmm(mask.float().unsqueeze(1), patches.float()).squeeze(1)
         return total / mask.float().sum(1, keepdim=True)
@@ -73,6 +76,7 @@ def masked_mean(patches: Tensor, mask: Tensor) -> Tensor:
 
 def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw standard Gumbel noise on the generator's device, so that a CPU generator gives a GPU run the same noise."""
+    # Gumbel noise is -log of an exponential draw, which may be 0.
     exponential = torch.empty(shape, device=generator.device).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float32).tiny).log()
 

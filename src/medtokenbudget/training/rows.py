@@ -75,6 +75,7 @@ class TrainingRows:
         kinds: set[str] = {OFF_CENTER} if config.views == "off-center" else set()
         if config.views == "all":
             kinds = set(store.views) - {IDENTITY}
+        # Lesion-first learns from masks alone; the joint recipe also from the labels of images without one.
         usable = np.ones(len(store), bool) if config.recipe == "joint" else store.has_mask.numpy()
         original, views = _originals(store, train), _views(store, train, kinds)
         return cls(

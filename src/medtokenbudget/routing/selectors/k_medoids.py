@@ -49,4 +49,5 @@ def update_medoids(distances: Tensor, assignment: Tensor, weights: Tensor, k: in
     """Return the medoid of each group `[B, k]`: the member with the smallest weighted sum of distances to the members."""
     member = F.one_hot(assignment, k).float()  # [B, N, k]
     cost = torch.bmm(distances * weights.unsqueeze(1), member)
+    # Only members can lead their group.
     return cost.masked_fill(member == 0, torch.inf).argmin(1)

@@ -42,6 +42,7 @@ class TCSSA(SoftMerger):
         probability = self.gate(tokens.patches)[..., :k].float().softmax(-1)  # [B, N, k]
         routed = probability * self._routes(probability)
         empty = routed.sum(1, keepdim=True) == 0
+        # The patch that is nearest to the slot: an empty one would be 0 / 0.
         favorite = F.one_hot(probability.argmax(1), tokens.n).transpose(1, 2).to(routed.dtype)
         routed = torch.where(empty, favorite, routed)
         return (routed / routed.sum(1, keepdim=True)).transpose(1, 2)
@@ -51,6 +52,7 @@ class TCSSA(SoftMerger):
         logits = self.gate(tokens.patches)[..., :k].float()
         probability = logits.softmax(-1)
         p, f = probability.mean((0, 1)), self._routes(probability).mean((0, 1))
+        # With one slot there is no entropy, and log 1 would be the divisor.
         entropy = 1 + (p * (p + 1e-8).log()).sum() / math.log(max(k, 2))
         size = logits.logsumexp(-1).mean().square()
         return {
