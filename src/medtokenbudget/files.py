@@ -58,6 +58,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
         if (key := (os.getpid(), os.path.abspath(target.parent))) not in _cleaned:
             _cleaned.add(key)
             remove_leftovers(target.parent)
+        # Names have at most 255 bytes, and a long one must leave room for the rest.
         prefix = f".{target.name[:_NAME_ROOM]}.{_machine()}-{os.getpid()}-"
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=target.parent)
         os.close(handle)
@@ -116,6 +117,7 @@ def remove_leftovers(folder: Path | str) -> None:
 
 def _left_behind(entry: os.DirEntry[str]) -> bool:
     status = entry.stat(follow_symlinks=False)
+    # In a shared folder, files of others are not ours to remove.
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         return False
     made_by = _PART.search(entry.name)
@@ -271,6 +273,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
     """Write tensors and a JSON state as one safetensors file that carries its own hash; equal content gives equal bytes."""
     from safetensors.torch import save
 
+    # Sorted and cloned: equal content gives equal bytes, and tensors that share memory can be saved.
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
     text = json.dumps(state, sort_keys=True)
     # One key only: safetensors writes several in an order that changes from call to call.
@@ -312,6 +315,7 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
 
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
+        # Type and shape too: the same bytes mean other numbers in another type.
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -338,6 +342,7 @@ def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: 
     path = Path(folder).resolve() / name
     if path.parent.exists() and not path.parent.is_dir():
         raise RequestError(f"{folder} is a file, not a folder. Write to another place.")
+    # A lock belongs to an open file: the same thread would wait for itself when it opens the file again.
     key = (threading.get_ident(), str(path))
     if fcntl is None or key in _held:
         yield

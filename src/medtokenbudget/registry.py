@@ -64,6 +64,7 @@ class Registry(Generic[T]):
         """Create an instance; its options must fit the annotations of the constructor, such as `Count`."""
         entry = self.get(name)
         try:
+            # Bound first: a TypeError inside the constructor is a defect and must show its traceback.
             inspect.signature(entry).bind(**options)
         except TypeError as error:
             raise RequestError(f"{self.kind.capitalize()} '{name}' cannot be created with {options}: {error}.") from None
@@ -86,6 +87,7 @@ class Registry(Generic[T]):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _load_entry_points(self) -> None:
+        # A notebook may add a folder with plug-ins later.
         if self._scanned == sys.path:
             return
         self._scanned[:] = sys.path

@@ -139,6 +139,7 @@ def worker_devices(name: str, processes: int = 0) -> list[str]:
     device = resolve_device(name)
     if device.type == "cuda" and device.index is None:
         gpus = torch.cuda.device_count()
+        # In turn: two processes may share a GPU, but none stays idle.
         return [f"cuda:{process % gpus}" for process in range(processes or gpus)]
     return [str(device)] * (processes or (os.cpu_count() or 1 if device.type == "cpu" else 1))
 
@@ -179,6 +180,7 @@ def ordered_map(function: Callable[[Part], Result], parts: Iterable[Part], ahead
     try:
         for part in parts:
             waiting.append(pool.submit(function, part))
+            # Bounded: results that nobody has asked for yet stay in memory.
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:

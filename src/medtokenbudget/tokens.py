@@ -76,6 +76,7 @@ class TokenBatch:
         if self.places is not None:
             if tuple(self.places.shape) != (b, n):
                 raise ShapeError(f"`places` must be {[b, n]} for patches {[b, n, d]}, got {list(self.places.shape)}.")
+            # From here on N is the whole grid: luminance and lesion are known of all patches.
             n = self.grid[0] * self.grid[1]
         check_grid(self.grid, n)
         expected: dict[str, tuple[int, ...]] = dict.fromkeys((*SIGNALS, SEGMENTATION, "luminance", "lesion"), (b, n))
@@ -230,6 +231,7 @@ class TokenSet:
             positions = selection.attention.float() @ places
         else:
             member = torch.nn.functional.one_hot(selection.assignment + 1, selection.k + 1)[..., 1:].float().transpose(1, 2)
+            # Of a token that no patch went to the position is 0, not NaN.
             positions = member @ places / member.sum(2, keepdim=True).clamp_min(1)
         return cls(selection.tokens.float(), torch.ones_like(selection.weights, dtype=torch.float32), positions, grid)
 
