@@ -171,10 +171,7 @@ def cpu_threads(number: int) -> Iterator[None]:
 
 
 def ordered_map(function: Callable[[Part], Result], parts: Iterable[Part], ahead: int, threads: int) -> Iterator[Result]:
-    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
-    if ahead < 1:
-        yield from map(function, parts)
-        return
+    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
     waiting: deque[Future[Result]] = deque()
     try:

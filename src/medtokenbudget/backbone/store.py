@@ -475,12 +475,10 @@ class FeatureStore:
         rows: RowNumbers,
         batch_size: int,
         generator: torch.Generator | None = None,
-        prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
         signals: Sequence[str] = (),
     ) -> Iterator[TokenBatch]:
-        """Read rows in batches of `batch_size`, shuffled by `generator` if given; two threads read `prefetch` batches ahead, 0 uses
-        none.
+        """Read rows in batches of `batch_size`, shuffled by `generator` if given; two threads read two batches ahead.
 
         `signals` are read in addition to the default ones, such as `selector.requires`; names of other fields are ignored.
         """
@@ -493,7 +491,7 @@ class FeatureStore:
             self._pool = ((batch_size, dtype), _BufferPool())
         pool = self._pool[1]
         parts = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
-        return ordered_map(lambda part: self._read(part, dtype, pool, signals), parts, prefetch, min(prefetch, _READERS))
+        return ordered_map(lambda part: self._read(part, dtype, pool, signals), parts, _READERS, _READERS)
 
     def _checked(self, rows: RowNumbers, signals: Sequence[str]) -> np.ndarray:
         index = np.asarray(rows, np.int64).reshape(-1)
