@@ -37,9 +37,6 @@ class RowError:
     view: str
     reason: str
 
-    def to_json(self) -> dict[str, str]:
-        return dict(vars(self))
-
 
 def reason(error: Exception, file: Path | str) -> str:
     """Say why a file could not be used, without its folder: a store is shared, and names no place of this machine."""

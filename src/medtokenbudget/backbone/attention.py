@@ -233,9 +233,7 @@ REGISTRY = {
 """Signals by name, those of `SIGNALS` in the same order."""
 
 
-def reduce_attention(
-    inputs: Inputs, prefix: int, names: Sequence[str] = DEFAULT, earlier: Tensor | None = None
-) -> dict[str, Tensor]:
+def reduce_attention(inputs: Inputs, prefix: int, names: Sequence[str], earlier: Tensor | None = None) -> dict[str, Tensor]:
     """Compute signals of the N patches, [B, N] or [B, N, d], from the inputs of the attention of T = prefix + N tokens.
 
     `earlier` is the [B, T, T] rollout of the blocks before, for the signal `rollout`.
@@ -259,7 +257,7 @@ def cosine_attention(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.softmax(query @ key.transpose(1, 2) / PSEUDO_TEMPERATURE, dim=-1)
 
 
-def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:
+def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str]) -> dict[str, Tensor]:
     """Compute signals from `cosine_attention` of patches [B, N, D] and class tokens [B, D], if query and key cannot be captured.
 
     Rows sum to one here, because there are no prefix tokens among the keys.

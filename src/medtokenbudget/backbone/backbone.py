@@ -377,7 +377,7 @@ def find_recipe(name: str) -> Recipe | None:
         raise RequestError(f"{folder / CONFIG_FILE} does not describe a backbone: {error}.") from None
 
 
-def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
+def build(name: str, image_size: int, recipe: Recipe | None) -> Model:
     if recipe is None and not timm.is_model(name.split(".")[0]):
         known = timm.list_models(["*vit*", "eva*", "beit*", "deit*"], pretrained=True)
         close = difflib.get_close_matches(name, [*PACKAGED, *PUBLISHED, PIXELS, *known], n=1, cutoff=0.5)

@@ -108,7 +108,7 @@ def extract(
                 pass
         opened = FeatureStore.open(path, manifest, partial=True)
         if not opened.missing:
-            write_lines(path / "errors.jsonl", (error.to_json() for error in opened.errors))
+            write_lines(path / "errors.jsonl", map(vars, opened.errors))
             remove_leftovers(path)
         return opened
 

@@ -56,8 +56,6 @@ def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Se
     All but one off-center crop are for training images only: those of validation images are evaluated. `crops` is the number of
     off-center or augmented views of a training image.
     """
-    if name not in SETS:
-        raise UnknownNameError.of("set of views", name, SETS)
     further = tuple(f"{name}-{number}" for number in range(2, crops + 1)) if split == "train" else ()
     if name == "off-center":
         return (*SETS[name], *further) if has_mask else SETS["none"]
