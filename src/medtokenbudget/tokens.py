@@ -6,7 +6,7 @@ All check their shapes when they are created, so that a mismatch shows where it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -103,22 +103,15 @@ class TokenBatch:
     def dim(self) -> int:
         return self.patches.shape[2]
 
-    def _map(self, change: Any) -> TokenBatch:
-        tensors = {f.name: change(v) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        return replace(self, **tensors)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        return replace(self, **_tensors(self, lambda t: t.to(device, non_blocking=non_blocking)))
 
     def float(self) -> TokenBatch:
-        return self._map(lambda t: t.float() if t.is_floating_point() else t)
+        return replace(self, **_tensors(self, lambda t: t.float() if t.is_floating_point() else t))
 
-    def take(self, rows: Tensor | Sequence[int] | slice) -> TokenBatch:
-        if isinstance(rows, slice):
-            rows = range(len(self))[rows]
-        index = rows.long() if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.long)
-        ids = None if self.image_id is None else tuple(self.image_id[i] for i in index.tolist())
-        return replace(replace(self, image_id=None)._map(lambda t: t[index.to(t.device)]), image_id=ids)
+    def take(self, rows: Sequence[int]) -> TokenBatch:
+        ids = None if self.image_id is None else tuple(self.image_id[row] for row in rows)
+        return replace(self, image_id=ids, **_tensors(self, lambda t: t[list(rows)]))
 
     def require_finite(self, fields: Sequence[str] = ()) -> TokenBatch:
         """Return self, or raise an error that names the first image whose patches, or whose `fields`, are not finite."""
@@ -178,7 +171,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device | str) -> Selection:
-        return replace(self, **{f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)})
+        return replace(self, **_tensors(self, lambda t: t.to(device)))
 
     def pooled(self) -> Tensor:
         """Average the K tokens, [B, D], in fp32. Weighted by size, merged ones would give the same mean at every budget."""
@@ -240,6 +233,10 @@ class TokenSet:
         """Take all patches [B, N, D], weighted with a differentiable mask [B, N]."""
         positions = _places(grid, patches.device).expand(len(patches), -1, -1)
         return cls(patches.float(), mask.float(), positions, grid)
+
+
+def _tensors(record: TokenBatch | Selection, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {field.name: change(v) for field in fields(record) if isinstance(v := getattr(record, field.name), Tensor)}
 
 
 def _three_axes(name: str, axes: str, tokens: Tensor) -> tuple[int, int, int]:

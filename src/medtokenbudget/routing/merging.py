@@ -64,8 +64,8 @@ class RoundMerger(ComparingMerger):
         return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
 
 
-def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the means of the patches [B, N, D] in each of k groups, `[B, k, D]` in fp32, and the sizes of the groups `[B, k]`.
+def merge(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> Selection:
+    """Return the selection whose tokens are the means of the patches [B, N, D] in each of k groups, with the sizes of the groups.
 
     The assignment [B, N] is -1 for patches in no group, and every group must have a patch. Weights [B, N] are positive; None weighs
     all alike.
@@ -74,13 +74,7 @@ def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | N
     member = F.one_hot(assignment + 1, k + 1)[..., 1:].float().transpose(1, 2)  # [B, k, N]
     shares = member if weights is None else member * weights.float().unsqueeze(1)
     means = torch.bmm(shares, patches.float()) / shares.sum(2, keepdim=True)
-    return means, member.sum(2)
-
-
-def merge(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> Selection:
-    """Return the selection whose tokens are the group means; arguments as in `group_means`."""
-    means, sizes = group_means(patches, assignment, k, weights)
-    return Selection(tokens=means.to(patches.dtype), weights=sizes, assignment=assignment)
+    return Selection(tokens=means.to(patches.dtype), weights=member.sum(2), assignment=assignment)
 
 
 def squared_distances(patches: Tensor) -> Tensor:
