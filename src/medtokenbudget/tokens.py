@@ -72,7 +72,7 @@ class TokenBatch:
     places: Tensor | None = None
 
     def __post_init__(self) -> None:
-        b, n, d = _three_axes("patches", "[B, N, D]", self.patches)
+        b, n, d = check_axes("patches", "[B, N, D]", self.patches)
         if self.places is not None:
             if tuple(self.places.shape) != (b, n):
                 raise ShapeError(f"`places` must be {[b, n]} for patches {[b, n, d]}, got {list(self.places.shape)}.")
@@ -157,7 +157,7 @@ class Selection:
     scores: Tensor | None = None
 
     def __post_init__(self) -> None:
-        b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
+        b, k, _ = check_axes("tokens", "[B, K, D]", self.tokens)
         if tuple(self.weights.shape) != (b, k):
             raise ShapeError(f"`weights` must be {[b, k]}, got {list(self.weights.shape)}.")
         if self.kept is not None and self.kept.shape != self.assignment.shape:
@@ -195,7 +195,7 @@ class TokenSet:
     grid: tuple[int, int]
 
     def __post_init__(self) -> None:
-        b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
+        b, k, _ = check_axes("tokens", "[B, K, D]", self.tokens)
         if tuple(self.weights.shape) != (b, k) or tuple(self.positions.shape) != (b, k, 2):
             raise ShapeError(
                 f"`weights` must be {[b, k]} and `positions` {[b, k, 2]}, "
@@ -239,10 +239,11 @@ def _tensors(record: TokenBatch | Selection, change: Callable[[Tensor], Tensor])
     return {field.name: change(v) for field in fields(record) if isinstance(v := getattr(record, field.name), Tensor)}
 
 
-def _three_axes(name: str, axes: str, tokens: Tensor) -> tuple[int, int, int]:
-    if tokens.ndim != 3:
-        raise ShapeError(f"`{name}` must be {axes}, got {list(tokens.shape)}.")
-    return tokens.shape[0], tokens.shape[1], tokens.shape[2]
+def check_axes(name: str, axes: str, values: Tensor) -> torch.Size:
+    """Return the shape of a tensor, or raise a ShapeError unless it has these axes, such as '[B, N, D]'."""
+    if values.ndim != axes.count(",") + 1:
+        raise ShapeError(f"`{name}` must be {axes}, got {list(values.shape)}.")
+    return values.shape
 
 
 def _places(grid: tuple[int, int], device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
-from medtokenbudget.errors import ShapeError, UnknownNameError
-from medtokenbudget.tokens import check_grid
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.tokens import check_axes, check_grid
 
 # Half of each neighborhood, as (rows down, columns right): every pair is met once and counts for both of its patches.
 _PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -24,7 +24,8 @@ _PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
 
 def feature_norm(patches: Tensor) -> Tensor:
     """Divide the L2 norm of each patch by the largest norm of its image (Eq. 2): [B, N, D] to [B, N] in [0, 1]."""
-    norms = torch.linalg.vector_norm(_patches(patches), dim=-1, dtype=torch.float32)
+    check_axes("patches", "[B, N, D]", patches)
+    norms = torch.linalg.vector_norm(patches, dim=-1, dtype=torch.float32)
     largest = norms.amax(1, keepdim=True)
     # An image of zeros has norms of 0, not NaN.
     return norms / largest.clamp_min(torch.finfo(norms.dtype).tiny)
@@ -36,7 +37,7 @@ def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighbo
     'raster' is the paper's 1D order, in which the end of a row touches the start of the next. 'grid4' and 'grid8' are the true
     2D neighborhoods, which end at the border. A patch without neighbors has contrast 0; a zero patch is dissimilar (1) to all.
     """
-    b, n, _ = _patches(patches).shape
+    b, n, _ = check_axes("patches", "[B, N, D]", patches)
     check_grid(grid, n)
     if neighborhood not in _PAIRS:
         raise UnknownNameError.of("neighborhood", str(neighborhood), get_args(Neighborhood))
@@ -62,7 +63,7 @@ def border_contrast(patches: Tensor, grid: tuple[int, int]) -> Tensor:
     1 - the mean cosine to the third of the border patches that are most similar to it. Not to all: a lesion that touches the
     border must not count as background, nor two kinds of background against each other.
     """
-    check_grid(grid, _patches(patches).shape[1])
+    check_grid(grid, check_axes("patches", "[B, N, D]", patches)[1])
     h, w = grid
     border = torch.ones(h, w, dtype=torch.bool, device=patches.device)
     # A grid of one or two rows is all border.
@@ -77,9 +78,3 @@ def _shifted(h: int, w: int, down: int, right: int) -> tuple[tuple[slice, ...], 
     here = slice(None), slice(0, max(h - down, 0)), slice(max(-right, 0), max(w - max(right, 0), 0))
     there = slice(None), slice(down, h), slice(max(right, 0), max(w - max(-right, 0), 0))
     return here, there
-
-
-def _patches(patches: Tensor) -> Tensor:
-    if patches.ndim != 3:
-        raise ShapeError(f"Patches must be [B, N, D], got {list(patches.shape)}.")
-    return patches

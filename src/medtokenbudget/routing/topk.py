@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.config import Padding, read_share
-from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.tokens import check_grid
+from medtokenbudget.errors import CountError, NonFiniteError, RequestError, UnknownNameError
+from medtokenbudget.tokens import check_axes, check_grid
 
 # Scores are held this far from 0 and 1 before the logit, which is then within about +-14.
 LOGIT_MARGIN = 1e-6
@@ -87,9 +87,7 @@ def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, paddin
     The padding 'exclude' averages over the patches that exist; 'zero' counts zeros beyond the border, as plain pooling does, and so
     pulls border patches down.
     """
-    if scores.ndim != 2:
-        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
-    check_grid(grid, scores.shape[1])
+    check_grid(grid, check_axes("scores", "[B, N]", scores)[1])
     if kernel < 1 or kernel % 2 == 0:
         raise RequestError(f"The side of the smoothing filter must be odd, got {kernel}.")
     if padding not in get_args(Padding):
@@ -102,8 +100,7 @@ def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, paddin
 
 
 def _scores(scores: Tensor) -> Tensor:
-    if scores.ndim != 2:
-        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
+    check_axes("scores", "[B, N]", scores)
     if not bool(torch.isfinite(scores).all()):
         raise NonFiniteError("Scores contain NaN or infinite values, so patches cannot be ranked by them.")
     return scores
