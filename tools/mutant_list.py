@@ -106,6 +106,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("an unweighted term has a gradient", "routing/losses.py", "return nullcontext() if weight else torch.no_grad()", "return nullcontext()"),
     ],
     "tests/training/test_rows.py": [
+        ("groups cross", "training/rows.py", "return chosen[group_of]", "return np.roll(chosen[group_of], 1)"),
         ("class weights are frequencies", "training/rows.py", "len(label) / (present.sum() * np.maximum(counts, 1))", "counts / len(label)"),
         ("the sampler is uniform", "training/rows.py", "class_weights(label, classes)[torch.from_numpy(label)]", "torch.ones(len(label))"),
         ("every epoch has the same order", "training/rows.py", 'noise = generator(config.seed, "order", epoch)', 'noise = generator(config.seed, "order", 0)'),
@@ -178,7 +179,6 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("the paper trains on 75 percent", "data/splits.py", "PAPER_SHARE = 0.8", "PAPER_SHARE = 0.75"),
         ("the cut is rounded", "data/splits.py", "int(PAPER_SHARE * n)", "round(PAPER_SHARE * n)"),
         ("the new generator of numpy", "data/splits.py", "np.random.RandomState(PAPER_SEED)", "np.random.default_rng(PAPER_SEED)"),
-        ("groups cross", "data/splits.py", "return part_of_group[group_of]", "return np.roll(part_of_group[group_of], 1)"),
         ("hashes of rows, not of groups", "data/splits.py", "np.array([place[group] for group in groups], dtype=np.float64)", "np.arange(len(groups)) / len(groups)"),
         ("duplicates stay apart", "data/splits.py", "merged_groups(manifest, workers) if merge_duplicates else (manifest.groups, [])", "(manifest.groups, [])"),
         ("joined groups validate", "data/splits.py", 'if len(of) == 1 else "train"', 'if len(of) == 1 else "val"'),

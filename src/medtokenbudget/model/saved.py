@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from medtokenbudget import __version__, files
-from medtokenbudget.backbone.backbone import located
+from medtokenbudget.backbone.backbone import HUB, find_recipe
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.files import exclusive, fetch
+from medtokenbudget.files import exclusive, fetch, remembered
 from medtokenbudget.heads import create_head
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.routing import create_selector, selector_class
@@ -303,3 +304,20 @@ def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | 
     except (TypeError, RequestError) as error:
         raise RequestError(f"{source / CONFIG} does not describe a backbone of this version: {error}.") from None
     return settings if weights is not None else located(settings, config["identity"][name]["weights"], source)
+
+
+def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
+    """Point a configuration that was read from a file to the weights with this hash on this machine, or in the folder `beside`.
+
+    Stores and models are shared, so they name weights by file name and hash. Where the file is, only this user's machine knows.
+    """
+    known = remembered(sha256)
+    if config.weights is not None:
+        places = [config.weights] if config.weights.is_absolute() else []
+        places += [beside / config.weights.name] if beside is not None else []
+        return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
+    if config.name.startswith(HUB):
+        homes = (f"{HUB}{path.parent}" for path in known if path.parent.name == config.name.removeprefix(HUB))
+        return replace(config, name=next(homes, config.name))
+    folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
+    return replace(config, name=next((folder for folder in folders if find_recipe(folder) is not None), config.name))
