@@ -12,7 +12,7 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
 HALF_A_LEVEL = 0.5 / 255
-Statistics = tuple[Sequence[float], Sequence[float]]
+Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and standard deviation of the three channels."""
 _FORMS = "`images` must be paths, folders, pictures, arrays, tensors, bytes, open files or a data loader"
 
@@ -144,6 +144,17 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
             advice = "so they seem to be normalized. Pass `normalized=True`, or `(mean, std)` if they differ from the model's"
         raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
     return pixels.mul(255).round().to(torch.uint8)
+
+
+def read_statistics(what: str, pair: Any) -> Statistics:
+    """Read mean and standard deviation of three channels, or raise a RequestError that says `what` to change."""
+    try:
+        mean, std = (tuple(float(value) for value in values) for values in pair)
+    except (TypeError, ValueError):
+        mean, std = (), ()
+    if not (len(mean) == len(std) == 3 and 0 <= min(mean) <= max(mean) <= 1 and min(std) > 0):
+        raise RequestError(f"{what}: three numbers each, for images in [0, 1], got {pair!r}.")
+    return mean, std
 
 
 def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageSource]:
