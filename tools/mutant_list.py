@@ -161,7 +161,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("balanced accuracy is precision", "metrics.py", "hits, true = counts[..., 0, :], counts[..., 1, :]", "hits, true = counts[..., 0, :], counts[..., 2, :]"),
         ("ties are a win", "metrics.py", "rankdata(probabilities[:, index])", 'rankdata(probabilities[:, index], "max")'),
         ("calibration bins are open above", "metrics.py", "np.ceil(confidence * bins).astype(int) - 1", "np.floor(confidence * bins).astype(int)"),
-        ("calibration gaps do not cancel", "metrics.py", "np.abs(gaps.sum(0)).sum()", "np.abs(gaps).sum()"),
+        ("calibration gaps do not cancel", "metrics.py", "np.bincount(index, correct(label, predicted) - confidence, ECE_BINS)", "correct(label, predicted) - confidence"),
         ("purity counts lesion alone", "metrics.py", "torch.maximum(lesions, size - lesions)", "lesions"),
         ("half is dominated", "metrics.py", "2 * lesions > size", "2 * lesions >= size"),
         ("lesion mass is a sum", "metrics.py", "attention.mean(1) * lesion", "attention.sum(1) * lesion"),
