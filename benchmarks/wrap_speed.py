@@ -1,19 +1,23 @@
 """What `mtb.wrap` saves on this machine: `python -m benchmarks.wrap_speed`, with ToMe's repository on PYTHONPATH to compare.
 
-Ratios to the dense model in the same run, for the forward pass and for one training step with its memory. The weights are random,
-since time does not depend on them. On one thread the time is that of the CPU, so that other programs hardly count.
+Ratios to the dense model in the same run, for the forward pass and for one training step with its memory, on one thread and on all
+cores. The weights are random, since time does not depend on them. On one thread the time is that of the CPU, so that other programs
+hardly count. Every row goes into a table at once; stopped, the same command goes on with what is missing. `docs/tools/results.py`
+makes the tables of docs/wrap.md of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import importlib.util
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,6 +39,9 @@ SHAPES = {
 PER_BLOCK = 15
 """Patches that ToMe merges in each of 12 blocks: 256 become 76, as at a budget of 0.3."""
 CLASSES = 8
+COLUMNS = ("what", "shape", "batch", "threads", "way", "speed", "milliseconds", "mib", "rounds", "load")
+"""`speed` is over the dense model, `milliseconds` are per image (forward) or per step, `load` is the machine's before the row was
+measured. Memory does not depend on threads and has rows of its own."""
 Ways = dict[str, tuple[Any, int]]
 """Models by name, with the side of their images."""
 
@@ -55,7 +62,7 @@ def ways(shape: str) -> Ways:
         tome.patch.timm(merged)
         merged.r = PER_BLOCK
         found["tome-patch"] = (merged, side)
-    found[f"dense-{small}px"] = (timm.create_model(name, num_classes=CLASSES, img_size=small), small)
+    found["dense-half"] = (timm.create_model(name, num_classes=CLASSES, img_size=small), small)
     return found
 
 
@@ -69,41 +76,77 @@ def step(model: Any, images: Tensor) -> None:
     model.zero_grad()
 
 
-def forward_speed(shape: str, batch: int, rounds: int, clock: Callable[[], float]) -> Iterator[str]:
-    """Time forward passes in turns; a line for each way."""
-    calls = {way: (model.eval(), pictures(batch, side)) for way, (model, side) in ways(shape).items()}
-    with torch.inference_mode():
-        run = {way: lambda model=model, images=images: model(images) for way, (model, images) in calls.items()}
-        seconds = in_turns(run, rounds, clock)
-    for way in seconds:
-        yield line("forward", shape, batch, way, ratio(seconds, "dense", way), 1000 * median(seconds[way]) / batch, "ms per image")
+def seconds_of(what: str, found: Ways, batch: int, rounds: int, threads: int) -> dict[str, list[float]]:
+    """Time forward passes or training steps of all models in turns."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    work = step if what == "step" else torch.inference_mode()(lambda model, images: model(images))
+    calls = {way: (model.train(what == "step"), pictures(batch, side)) for way, (model, side) in found.items()}
+    return in_turns({way: lambda model=m, images=x: work(model, images) for way, (m, x) in calls.items()}, rounds, clock)
 
 
-def step_speed(shape: str, batch: int, rounds: int, clock: Callable[[], float]) -> Iterator[str]:
-    """Time training steps in turns, and measure the memory that each adds in a process of its own."""
-    calls = {way: (model.train(), pictures(batch, side)) for way, (model, side) in ways(shape).items()}
-    seconds = in_turns({way: lambda model=m, images=x: step(model, images) for way, (m, x) in calls.items()}, rounds, clock)
-    for way in seconds:
-        command = [sys.executable, "-m", "benchmarks.wrap_speed", "--memory-of", shape, way, str(batch)]
-        kib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
-        yield line("step", shape, batch, way, ratio(seconds, "dense", way), int(kib) / 1024, "MiB")
+def memory(shape: str, way: str, batch: int) -> float:
+    """Return the MiB that a training step adds to the model, measured in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.wrap_speed", "--memory-of", shape, way, str(batch)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]) / 1024
 
 
-def memory_of(shape: str, way: str, batch: int) -> int:
-    """Return the peak of a training step over the memory of the model, in KiB."""
+def peak_of(shape: str, way: str, batch: int) -> int:
     model, side = ways(shape)[way]
     model.train()
     return peak_growth(step, model, pictures(batch, side))
 
 
-def line(what: str, shape: str, batch: int, way: str, times: float, number: float, unit: str) -> str:
-    return f"{what:<8}{shape:<17}batch {batch:<4}{way:<14}{times:5.2f}x{number:10.1f} {unit}"
+class Table:
+    """The rows that were measured, in a CSV file that grows row by row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.known = path, set[tuple[str, ...]]()
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                self.known = {tuple(row[name] for name in COLUMNS[:5]) for row in csv.DictReader(file)}
+
+    def has(self, what: str, shape: str, batch: int, threads: int | str, way: str) -> bool:
+        return (what, shape, str(batch), str(threads), way) in self.known
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            lines = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if new:
+                lines.writeheader()
+            lines.writerow(row)
+        print("  ".join(f"{name} {value}" for name, value in row.items() if value != ""), flush=True)
+
+
+def measure(table: Table, shape: str, batches: Sequence[int], training: int, threads: Sequence[int], rounds: int) -> None:
+    """Measure what the table does not have of one shape."""
+    found = ways(shape)
+    wanted = [("forward", batch, rounds) for batch in batches] + [("step", training, max(2, rounds // 2))] * bool(training)
+    for number in threads:
+        with cpu_threads(number):
+            cores = torch.get_num_threads()
+            for what, batch, count in wanted:
+                # Ratios are those within a round, so all ways are measured again if one is missing.
+                if all(table.has(what, shape, batch, cores, way) for way in found):
+                    continue
+                load = round(os.getloadavg()[0], 2)
+                seconds = seconds_of(what, found, batch, count, cores)
+                for way, taken in seconds.items():
+                    each = 1000 * median(taken) / (batch if what == "forward" else 1)
+                    values = (what, shape, batch, cores, way, f"{ratio(seconds, 'dense', way):.3f}", f"{each:.1f}", "", count, load)
+                    table.add(dict(zip(COLUMNS, values)))
+    for way in found if training else ():
+        if not table.has("memory", shape, training, "", way):
+            values = ("memory", shape, training, "", way, "", "", f"{memory(shape, way, training):.0f}", 1, "")
+            table.add(dict(zip(COLUMNS, values)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0 uses the default of PyTorch.")
-    parser.add_argument("--rounds", type=int, default=5, help="Measured rounds.")
+    parser.add_argument("--out", type=Path, default=Path("runs/wrap.csv"), help="The table. Default: runs/wrap.csv.")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 0], help="CPU threads; 0 is the default of PyTorch.")
+    parser.add_argument("--rounds", type=int, default=5, help="Measured rounds of the forward pass; half as many of the step.")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16], help="Of the forward pass; none leaves it out.")
     parser.add_argument("--step", type=int, default=8, help="Batch of the training step; 0 leaves it out.")
@@ -111,18 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.memory_of:
         shape, way, batch = options.memory_of
-        print(memory_of(shape, way, int(batch)))
+        print(peak_of(shape, way, int(batch)))
         return
-    with cpu_threads(options.threads):
-        clock = time.process_time if options.threads == 1 else time.perf_counter
-        load = os.getloadavg()[0]
-        print(f"Budget {DEFAULT_BUDGET}, {torch.get_num_threads()} CPU threads, load {load:.1f}; x: speed over the dense model.")
-        for shape in options.shapes:
-            for batch in options.batches:
-                for text in forward_speed(shape, batch, options.rounds, clock):
-                    print(text, flush=True)
-            for text in step_speed(shape, options.step, max(2, options.rounds // 2), clock) if options.step else ():
-                print(text, flush=True)
+    table = Table(options.out)
+    for shape in options.shapes:
+        measure(table, shape, options.batches, options.step, options.threads, options.rounds)
 
 
 if __name__ == "__main__":

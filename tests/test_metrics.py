@@ -227,6 +227,14 @@ def test_every_shape_of_the_same_patches_gives_the_same_retention_and_one_that_h
         lesion_retention(kept, lesion, grid=(3, 5))
 
 
+def test_no_images_have_no_retention() -> None:
+    none = np.zeros((0, 16), bool)
+    for kept, lesion in ((none, none), (none.reshape(0, 4, 4), none.reshape(0, 4, 4))):
+        found = lesion_retention(kept, lesion)
+        assert (found.n, found.empty) == (0, 0)
+        assert np.isnan(found.pooled)
+
+
 def test_as_many_images_as_patches_are_a_batch_if_the_grid_says_so() -> None:
     kept, lesion, has_mask = draw(4, images=49, n=49)
     expected = plain_loop(kept, lesion, has_mask)

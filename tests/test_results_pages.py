@@ -48,7 +48,7 @@ def prose(page: Path) -> str:
 
 
 def test_every_table_is_what_the_script_makes_of_the_csv_files(script: ModuleType) -> None:
-    assert {page.name for page in script.PAGES} == {"README.md", *(f"{name}.md" for name in PAGES)}
+    assert {page.name for page in script.PAGES} == {"README.md", "wrap.md", *(f"{name}.md" for name in PAGES)}
     for page in script.PAGES:
         text = page.read_text(encoding="utf-8")
         assert TABLE.search(text), page
@@ -124,8 +124,8 @@ def test_the_pages_keep_to_their_length_and_name_their_source() -> None:
             assert (RESULTS / target).exists(), f"{name}.md: {target}"
 
 
-def test_every_file_of_results_belongs_to_a_page() -> None:
-    text = " ".join(page.read_text(encoding="utf-8") for page in RESULTS.glob("*.md"))
+def test_every_file_of_results_belongs_to_a_page(script: ModuleType) -> None:
+    text = " ".join(page.read_text(encoding="utf-8") for page in {*script.PAGES, *RESULTS.glob("*.md")})
     for file in (*RESULTS.glob("*.csv"), *RESULTS.glob("figures/*")):
         assert file.name in text, f"no page links {file.name}"
 
@@ -142,3 +142,22 @@ def test_early_routing_shows_the_record_of_its_study() -> None:
     shown = {line[0]: line for line in table(RESULTS / "early-routing.md", "early-routing")}
     (row,) = rows("early-routing", table="validation", way="scout-0.3", view="off-center")
     assert shown["scout, 76 patches from block 0"][4] == f"{float(row['macro_f1']):.1f}"
+
+
+def test_the_speed_of_a_wrapped_model_is_shown_for_all_batches_and_threads_with_the_memory_of_a_step(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["what,shape,batch,threads,way,speed,milliseconds,mib,rounds,load"]
+    for what, batch, threads, speed in [
+        ("forward", 1, 1, 2.1),
+        ("forward", 16, 1, 3.2),
+        ("forward", 1, 2, 4.3),
+        ("step", 8, 1, 5.4),
+    ]:
+        lines += [f"{what},ViT,{batch},{threads},{way},{value},9.9,,5,0.1" for way, value in (("dense", 1), ("wrap", speed))]
+    lines += ["forward,ViT,16,1,wrap,3.25,9.9,,5,0.1", "memory,ViT,8,,dense,,,700,1,", "memory,ViT,8,,wrap,,,200,1,"]
+    (tmp_path / "wrap.csv").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    forward, step = (script.wrap_table(what).splitlines()[2:] for what in ("forward", "step"))
+    assert forward == ["| ViT | 1 | 2.10x, 3.25x |", "| ViT | 2 | 4.30x |"], "measured again: the last counts"
+    assert step == ["| ViT | 700 | 5.40x, 200 |"]

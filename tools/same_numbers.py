@@ -3,7 +3,7 @@
     python tools/same_numbers.py run OUT.json              # once in each version
     python tools/same_numbers.py compare A.json B.json     # exits with 1 if a value differs
 
-A run trains with both recipes, sweeps every selector, routes, calibrates, evaluates and exports with fixed seeds, on drawn images
+A run trains with every recipe, sweeps every selector, routes, calibrates, evaluates and exports with fixed seeds, on drawn images
 and, where `../shared/data` is present, on real ones. It calls the command line and reads the files that it documents.
 """
 
@@ -91,6 +91,9 @@ def flow(name: str, manifest: Path, images: list[Path], work: Path, methods: lis
         mtb("train", manifest, "--store", store, "--out", run, "--preset", recipe, *SMALL)
         numbers[f"train {recipe}"] = results(run)
         numbers[f"route {recipe}"] = routed(run, images, budget=0.3)
+    scout = work / f"{name}-scout"
+    mtb("train", manifest, "--out", scout, "--preset", "scout", "--epochs", 2, "--device", "cpu")
+    numbers["train scout"], numbers["route scout"] = results(scout), routed(scout, images)
     mtb("sweep", manifest, "--store", store, "--out", work / f"{name}-sweep", "--jobs", 1, *SMALL, "--methods", *methods)
     numbers["sweep"] = results(work / f"{name}-sweep")
     model = work / f"{name}-calibrated"
@@ -135,6 +138,7 @@ def measure(out: Path) -> None:
     import torch
 
     import medtokenbudget as medtokens
+    from medtokenbudget.routing import selector_class
 
     torch.set_num_threads(1)
     learned = (
@@ -145,7 +149,9 @@ def measure(out: Path) -> None:
         "context:lesion-first",
         "random:matched",
     )
-    every = [*medtokens.list_selectors(), *learned, "lats:lesion-first", *(f"center+{head}" for head in medtokens.list_heads())]
+    # The scout reads pixels and `segmenter` the scores of a trained one, which this store does not have.
+    stored = [name for name in medtokens.list_selectors() if not selector_class(name).reads_pixels and name != "segmenter"]
+    every = [*stored, *learned, "lats:lesion-first", *(f"center+{head}" for head in medtokens.list_heads())]
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

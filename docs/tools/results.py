@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -196,14 +197,52 @@ def further_table() -> str:
     return markdown(["question", "measured", "next to", "n"], [*rows, [what, *map(percent, external[["here", "own"]]), "267"]])
 
 
+WRAPPED = {
+    "wrap": "`dermoscopy`",
+    "wrap-free": "free router",
+    "wrap-block:4": "`block:4`, `norm`",
+    "tome-patch": "ToMe's patch",
+    "dense-half": "half the side",
+}
+
+
+def wrap_table(what: str) -> str:
+    """How many times as fast as the dense model each way is; training steps with the memory that they add to the model."""
+    frame = read("wrap").drop_duplicates(["what", "shape", "batch", "threads", "way"], keep="last")
+    timed = frame[frame["what"] == what].astype({"threads": int})
+    shapes, threads, batches = (list(dict.fromkeys(timed[name])) for name in ("shape", "threads", "batch"))
+    shown = WRAPPED if what == "forward" else ("wrap", "tome-patch", "dense-half")
+    titles = {way: WRAPPED[way] for way in shown if way in set(timed["way"])}
+    speed = timed.set_index(["shape", "way", "threads", "batch"])["speed"]
+    mib = frame[frame["what"] == "memory"].set_index(["shape", "way"])["mib"]
+
+    def cells(shape: str, cores: Sequence[int]) -> list[str]:
+        found = [[speed.get((shape, way, number, batch)) for number in cores for batch in batches] for way in titles]
+        texts = [", ".join(f"{value:.2f}x" for value in values if value is not None) for values in found]
+        if what == "step":
+            texts = [text and f"{text}, {mib[shape, way]:.0f}" for text, way in zip(texts, titles)]
+        return [text or "–" for text in texts]
+
+    rounds = " to ".join(f"{count:.0f}" for count in dict.fromkeys([timed["rounds"].min(), timed["rounds"].max()]))
+    about = f"{what}, batch {' and '.join(map(str, batches))}, {rounds} rounds"
+    if what == "step":  # all numbers of threads in one row, because the memory is the same
+        rows = [[shape, f"{mib[shape, 'dense']:.0f}", *cells(shape, threads)] for shape in shapes]
+        return markdown([f"{about}, threads: {' and '.join(map(str, threads))}; MiB", "dense", *titles.values()], rows)
+    rows = [[shape, str(number), *cells(shape, [number])] for shape in shapes for number in threads]
+    return markdown([about, "threads", *titles.values()], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "protocol": protocol_table,
     "further": further_table,
     "center-bias": center_bias_table,
     "zoo": zoo_table,
     "early-routing": early_table,
+    "wrap-forward": partial(wrap_table, "forward"),
+    "wrap-step": partial(wrap_table, "step"),
 }
-PAGES = [ROOT / "README.md", *(RESULTS / f"{name}.md" for name in ("index", "center-bias", "zoo", "early-routing"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "wrap.md"]
+PAGES += [RESULTS / f"{name}.md" for name in ("index", "center-bias", "zoo", "early-routing")]
 
 
 def filled(text: str) -> str:

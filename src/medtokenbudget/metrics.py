@@ -271,8 +271,7 @@ def _sums_of_masks(kept: Any, lesion: Any, has_mask: Any, grid: tuple[int, int] 
     elif len(shape) == 2 and all(side in (_SQUARE_SIDES if shape[0] == shape[1] else _SIDES) for side in shape):
         advice = f"Say which with `grid=(h, w)`, for one image `grid={shape}`."
         raise ShapeError(f"{list(shape)} could be the grid [h, w] of one image or a batch [B, N]. {advice}")
-    images = 1 if one else shape[0]
-    kept, lesion = (mask.reshape(images, -1) for mask in (kept, lesion.to(kept.device)))
+    kept, lesion = (mask.reshape(1, -1) if one else mask.flatten(1) for mask in (kept, lesion.to(kept.device)))
     counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
     if has_mask is not None:
         known = _mask("has_mask", has_mask).cpu().numpy()

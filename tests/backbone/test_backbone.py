@@ -6,6 +6,7 @@ import argparse
 import pickle
 import shutil
 import socket
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,17 +200,23 @@ def test_the_same_image_gives_the_same_bytes_in_every_load_and_batch_position() 
     torch.testing.assert_close(alone.patches, first.patches[2:], rtol=1e-4, atol=1e-4)
 
 
-def test_panderm_loads_from_a_checkpoint_in_the_layout_of_its_authors(tmp_path: Path) -> None:
-    """As pretraining saves it: the encoder next to its teacher and decoder, optimizer and settings."""
+@pytest.mark.parametrize("layout", ["published base", "published large", "pretraining"])
+def test_panderm_loads_from_a_checkpoint_in_the_layout_of_its_authors(layout: str, tmp_path: Path) -> None:
+    """The published base file is the encoder alone, the large one has a prefix; pretraining saves teacher and settings too."""
     torch.manual_seed(0)
     model = build("panderm-base", 224, find_recipe("panderm-base"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    state = {f"encoder.{key}": value for key, value in model.state_dict().items()}
-    state |= {"encoder.mask_token": torch.zeros(1), "teacher.norm.weight": torch.zeros(1), "decoder.x": torch.zeros(1)}
-    state["encoder.blocks.0.attn.relative_position_index"] = torch.zeros(197, 197)
+    saved: dict[str, Any] = OrderedDict(model.state_dict())
+    assert len(saved) == 186, "as many tensors as the published base file has"
+    if layout != "published base":
+        saved = OrderedDict({f"encoder.{key}": value for key, value in saved.items()})
+        saved |= {"encoder.mask_token": torch.zeros(1), "teacher.norm.weight": torch.zeros(1), "decoder.x": torch.zeros(1)}
+        saved["encoder.blocks.0.attn.relative_position_index"] = torch.zeros(197, 197)
+    if layout == "pretraining":
+        saved = {"model": saved, "optimizer": {"state": {}}, "epoch": 499, "args": argparse.Namespace(lr=1e-3)}
     path = tmp_path / "panderm_bb.pth"
-    torch.save({"model": state, "optimizer": {"state": {}}, "epoch": 499, "args": argparse.Namespace(lr=1e-3)}, path)
+    torch.save(saved, path)
     backbone = Backbone.load(BackboneConfig("panderm-base", path))
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -261,6 +268,12 @@ def test_a_model_in_memory_fills_a_store_that_names_its_weights_by_hash(tmp_path
     torch.testing.assert_close(store.read(store.rows(manifest.ids)).patches, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(RequestError, match="A backbone in memory is not sent to other processes"):
         extract(manifest, tmp_path / "other", model, views="none", device="cpu", jobs=2)
+
+
+def test_an_object_without_patch_tokens_is_refused_with_the_reason() -> None:
+    for model in (timm.create_model("resnet18"), torch.nn.Linear(2, 2), "vit_tiny_patch16_224"):
+        with pytest.raises(RequestError, match=f"'{type(model).__name__}' does not have one fixed grid of patch tokens"):
+            Backbone.from_model(model, type(model).__name__)
 
 
 def test_the_whole_image_is_resized_and_nothing_is_cropped() -> None:

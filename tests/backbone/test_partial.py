@@ -226,14 +226,15 @@ def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_cannot_run_on_a_part_of_its_patches_is_refused_with_the_reason(name: str) -> None:
     model = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
-    with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*leave out `route`"):
+    with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*Choose a plain"):
         partial_encoder(model, name)
 
 
 def test_an_embedding_that_mixes_patches_is_refused() -> None:
     name = "vit_small_r26_s32_224"
+    dense = Backbone.from_model(timm.create_model(name, pretrained=False, num_classes=0), name)
     with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*leave out `route`"):
-        partial_encoder(timm.create_model(name, pretrained=False, num_classes=0), name)
+        EarlyBackbone(dense, EarlyRoute(0, 5, torch.clone, dense.grid, SIZE, {}))
 
 
 @pytest.mark.parametrize("size", [(13, 17), (13, 40), (40, 40)])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from medtokenbudget.data import decode_image
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.routing import create_selector
 from tests.bad_input.damage import CLEAR, PLAIN
 from tests.small_model import small_model
@@ -98,6 +98,16 @@ def test_images_of_several_sizes_are_resized_and_no_images_are_no_batch(small: M
     assert small.route([]) == []
     with pytest.raises(RequestError, match="`images` contains no image"):
         small.router(0.3)([])
+
+
+def test_a_router_that_reads_pixels_has_no_mean_and_std_to_undo() -> None:
+    floats = torch.rand(1, 3, 64, 64)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    normalized = (floats - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    router = load("dermoscopy", device="cpu")
+    with pytest.raises(RequestError, match=r"reads pixels in \[0, 1\] and has no mean and std. Pass yours: `normalized=\(mean"):
+        router.route(normalized, normalized=True)
+    assert router.router(0.3, normalized=(mean, std))(normalized).kept.equal(router.router(0.3)(floats).kept)
 
 
 PLAIN_TOKENS = torch.rand(2, 36, 8)

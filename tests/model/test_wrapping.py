@@ -208,8 +208,8 @@ def test_the_model_is_given_back_unchanged_and_a_checkpoint_of_it_fits(plain: Vi
     before = copy.deepcopy(plain.state_dict())
     fast = mtb.wrap(plain, "evit", 0.5, at="block:2")
     fast(images)
-    assert mtb.unwrap(fast) is plain
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in plain.blocks)
+    assert mtb.unwrap(fast) is plain
     torch.testing.assert_close(dict(plain.state_dict()), dict(before))
     assert {key.removeprefix("model.") for key in fast.state_dict()} == set(before)
     assert [id(parameter) for parameter in fast.parameters()] == [id(parameter) for parameter in plain.parameters()]
@@ -217,6 +217,29 @@ def test_the_model_is_given_back_unchanged_and_a_checkpoint_of_it_fits(plain: Vi
         mtb.unwrap(plain)
     with pytest.raises(RequestError, match="wrapped already"):
         mtb.wrap(fast)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("router", "at"), [("center", "block:0"), ("evit", "block:2")])
+def test_a_copy_runs_its_own_model(plain: VisionTransformer, images: Tensor, router: str, at: str) -> None:
+    """As for a moving average of the weights."""
+    fast = mtb.wrap(plain, router, 0.5, at=at)
+    copied, before = copy.deepcopy(fast), fast(images)
+    torch.testing.assert_close(copied(images), before)
+    for parameter in copied.parameters():
+        parameter.mul_(0.5)
+    torch.testing.assert_close(fast(images), before)
+    torch.testing.assert_close(copied(images), mtb.wrap(copied.model, router, 0.5, at=at)(images))
+    assert not torch.allclose(copied(images), before)
+    assert copied.to("cpu")._router() is fast._router()
+
+
+@torch.no_grad()
+def test_one_model_can_be_wrapped_more_than_once(plain: VisionTransformer, images: Tensor) -> None:
+    expected = [mtb.wrap(copy.deepcopy(plain), "evit", 0.3, at=at)(images) for at in ("block:1", "block:3")]
+    both = [mtb.wrap(plain, "evit", 0.3, at=at) for at in ("block:1", "block:3")]
+    for fast, output in zip(both, expected):
+        torch.testing.assert_close(fast(images), output)
 
 
 def test_the_budget_can_be_changed(plain: VisionTransformer, images: Tensor) -> None:
@@ -249,6 +272,16 @@ def test_wrapped_models_train_under_distributed_data_parallel(plain: VisionTrans
 def test_wrapped_models_compile_to_one_graph(name: str, at: str, images: Tensor) -> None:
     torch._dynamo.reset()  # otherwise every model counts as one more compilation of the same code
     fast = mtb.wrap(random_model(name), scores, 0.4, at=at)
+    compiles(fast, images)
+
+
+@pytest.mark.slow
+def test_a_model_compiles_together_with_a_router_that_reads_its_attention(images: Tensor) -> None:
+    torch._dynamo.reset()
+    compiles(mtb.wrap(random_model(PLAIN), "evit", 0.4, at="block:2"), images)
+
+
+def compiles(fast: Wrapped, images: Tensor) -> None:
     with torch.no_grad():
         expected = fast(images)
         compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
@@ -364,8 +397,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_work_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(RequestError, match=REFUSED[name]):
+    with pytest.raises(RequestError, match=REFUSED[name]) as caught:
         mtb.wrap(timm.create_model(name), scores)
+    assert "`route`" not in str(caught.value), "an option of another function"
 
 
 def test_other_models_and_models_that_read_out_a_whole_grid_are_refused() -> None:
@@ -375,6 +409,26 @@ def test_other_models_and_models_that_read_out_a_whole_grid_are_refused() -> Non
         mtb.wrap(vision("ViTForMaskedImageModeling", "ViTConfig")(), scores)
     with pytest.raises(RequestError, match=r"drops patches at random itself"):
         mtb.wrap(timm.create_model("vit_tiny_patch16_224", patch_drop_rate=0.5, **SHAPE), scores)
+
+
+def test_what_is_no_model_or_only_contains_one_is_refused() -> None:
+    vit = VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2)
+    cases: list[tuple[Any, str]] = [
+        ("vit_tiny_patch16_224", r"takes a model, such as `timm.create_model\(...\)` returns, got str"),
+        (torch.compile(vit), r"Wrap the model in this OptimizedModule \(`model._orig_mod`\)"),
+        (nn.DataParallel(vit), r"Wrap the model in this DataParallel \(`model.module`\)"),
+    ]
+    for model, message in cases:
+        with pytest.raises(RequestError, match=message):
+            mtb.wrap(model, scores)
+
+
+@torch.no_grad()
+def test_a_model_of_other_channels_needs_a_router_that_reads_them(router: mtb.MedTokenBudget) -> None:
+    gray = VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, in_chans=1).eval()
+    assert mtb.wrap(gray, scores)(torch.rand(2, 1, 32, 32)).shape == (2, 1000)
+    with pytest.raises(RequestError, match="reads RGB, but the model has 1 channels"):
+        mtb.wrap(gray, router, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 
 def test_a_model_of_unknown_normalization_is_asked_for_it_if_the_router_sees_images(router: mtb.MedTokenBudget) -> None:
@@ -403,7 +457,18 @@ BAD = [
     ({"at": "block:5"}, r"`at` must be block:0 \(before the blocks\) to block:4, got 'block:5'"),
     ({"at": "middle"}, "`at` must be"),
     ({"mean": (0.5, 0.5, 0.5)}, "`mean` and `std` belong together"),
-    ({"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.0, 0.5)}, "three numbers each, and `std` above 0"),
+    *(
+        ({"mean": mean, "std": std}, r"Check `mean` and `std`: three numbers each, for images in \[0, 1\]")
+        for mean, std in [
+            ((0.5, 0.5, 0.5), (0.5, 0.0, 0.5)),
+            (0.5, 0.5),
+            ("abc", "abc"),
+            ((123.7, 116.3, 103.5), (58.4, 57.1, 57.4)),
+        ]
+    ),
+    ({"router": 3}, "`router` must be a name, a model, a function, or None .*got int"),
+    ({"router": torch.ones(3, N, dtype=torch.bool)}, "None with `keep` in each call, got Tensor"),
+    ({"router": "centre"}, "Unknown router 'centre' .*Did you mean 'center'"),
     ({"router": "lats"}, "'lats' learns"),
     ({"router": "random"}, "is random"),
 ]
@@ -420,6 +485,8 @@ def test_images_masks_and_scores_of_another_shape_are_refused(plain: VisionTrans
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: fast(images[0]), ShapeError, r"Images must be float \[B, 3, H, W\]"),
         (lambda: fast((255 * images).byte()), ShapeError, "Images must be float"),
+        (lambda: fast(images[:, :1]), ShapeError, r"float \[B, 3, H, W\].*got torch.float32 \[3, 1, 32, 32\]"),
+        (lambda: fast(images[:0]), ShapeError, r"got torch.float32 \[0, 3, 32, 32\]"),
         (lambda: fast(images[..., :24]), ShapeError, "It takes images of 32 x 32 pixels, not of 32 x 24"),
         (lambda: fast(images, keep=torch.ones(3, N)), ShapeError, r"`keep` must be bool \[3, 16\] or \[3, 4, 4\], got float32"),
         (lambda: fast(images, keep=torch.zeros(3, N, dtype=torch.bool)), RequestError, "keeps no patch of image 0"),
@@ -432,6 +499,7 @@ def test_images_masks_and_scores_of_another_shape_are_refused(plain: VisionTrans
         ),
         (lambda: mtb.wrap(plain, lambda i: i[:, 0, 0])(images), ShapeError, r"returned scores \[3, 32\] for 3 images of 4 x 4"),
         (lambda: mtb.wrap(plain, lambda i: i[:, 0] / 0 * 0)(images), NonFiniteError, "NaN or infinite"),
+        (lambda: mtb.wrap(plain, "norm", at="block:2")(images * torch.nan), NonFiniteError, "NaN or infinite"),
         (lambda: mtb.wrap(plain, "center")(255 * images.abs()), RequestError, "not normalized as the model expects them"),
     ]
     for call, kind, message in cases:

@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
         return [Inputs(query, key, value, self.bias) for query, key, value in chunks]
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Records the arguments of every fused attention that is computed inside it, without changing anything."""
 
     def __init__(self) -> None:
@@ -68,6 +68,23 @@ class _Watch(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.recorded.append(_inputs(*args, **kwargs))
         return func(*args, **kwargs)
+
+    def inputs(self, model_name: str, kind: str = "this one") -> Inputs:
+        """Return the inputs of the attention of a block that ran; `kind` is how messages call its attention."""
+        if len(self.recorded) != 1:
+            raise RequestError(
+                f"A block of {model_name} must compute one attention of query and key, but {kind} computes {len(self.recorded)}. "
+                'Use `attention="pseudo"` (cosine similarity of patches), or choose another vision transformer.'
+            )
+        return self.recorded[0]
+
+
+def fuse(block: nn.Module) -> None:
+    """Make timm's attention in a block fused: an environment variable can switch that off, and then there is no call to record."""
+    modules: Iterable[Any] = block.modules()
+    for module in modules:
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = True
 
 
 def _inputs(
@@ -103,19 +120,13 @@ class AttentionTap:
         self.model_name, self.when, self.done = model_name, when, done
         self._kind = type(getattr(block, "attn", block)).__name__
         self._local = threading.local()
-        modules: Iterable[Any] = block.modules()
-        for module in modules:
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = True  # an environment variable can switch it off, and then there is no call to record
+        fuse(block)
+        block.register_forward_pre_hook(self._enter)
         # Also called when the pass fails: else the watch would stay entered and record every later attention.
-        self._hooks = (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave, always_call=True))
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        block.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
-        watch = self._local.watch = _Watch() if self.when is None or self.when() else None
+        watch = self._local.watch = Watch() if self.when is None or self.when() else None
         if watch is not None:
             watch.__enter__()
 
@@ -130,13 +141,9 @@ class AttentionTap:
 
     def inputs(self) -> Inputs:
         """Return the inputs of the attention in the last forward pass of this thread."""
-        recorded, self._local.watch = self._local.watch.recorded, None
-        if len(recorded) != 1:
-            raise RequestError(
-                f"A block of {self.model_name} must compute one attention of query and key, but {self._kind} computes "
-                f'{len(recorded)}. Use `attention="pseudo"` (cosine similarity of patches), or choose another vision transformer.'
-            )
-        return recorded[0]
+        watch, self._local.watch = self._local.watch, None
+        inputs: Inputs = watch.inputs(self.model_name, self._kind)
+        return inputs
 
 
 class AttentionRollout:

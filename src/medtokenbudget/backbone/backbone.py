@@ -191,8 +191,9 @@ class Backbone:
         device: torch.device | str = "cpu",
     ) -> Backbone:
         """Make a backbone of a model of timm or transformers that is already in memory; its weights are hashed."""
-        embed = getattr(model, "patch_embed", None)
-        size = model.config.image_size if embed is None else embed.img_size[0]
+        encoder_of(model, name)
+        tower = vision_tower(model)
+        size = model.patch_embed.img_size[0] if tower is None else tower.config.image_size
         config = BackboneConfig(name=name, image_size=int(size), layer=layer, attention=attention)
         return cls(model, config, _sha256_state(model), device)
 

@@ -443,7 +443,8 @@ def _family(model: Any) -> str:
 
 def vision_tower(model: Any) -> Any:
     """Return the vision model of transformers that a model is or contains; None for any other model."""
-    return next((part for part in (model, *model.children()) if _family(part)), None)
+    parts = (model, *model.children()) if isinstance(model, nn.Module) else ()
+    return next((part for part in parts if _family(part)), None)
 
 
 def encoder_of(model: Model, name: str) -> Encoder:
@@ -472,13 +473,13 @@ def no_grid(name: str) -> RequestError:
     )
 
 
-def partial_encoder(model: Model, name: str) -> PlainViT:
-    """Return the adapter of a model that can run on a part of its patches, or say why it cannot."""
+def partial_encoder(model: Model, name: str, advice: str = "Choose") -> PlainViT:
+    """Return the adapter of a model that can run on a part of its patches, or say why it cannot, with advice."""
     encoder = encoder_of(model, name)
     if reasons := encoder.reasons():
         raise RequestError(
-            f"'{name}' cannot run on a part of its patches: {'; '.join(reasons)}. Route after the backbone (leave out `route`), "
-            "or choose a plain vision transformer: ViT, DINOv2, DINOv3, EVA-02, BEiT, SigLIP or CLIP."
+            f"'{name}' cannot run on a part of its patches: {'; '.join(reasons)}. "
+            f"{advice} a plain vision transformer: ViT, DINOv2, DINOv3, EVA-02, BEiT, SigLIP or CLIP."
         )
     assert isinstance(encoder, PlainViT)
     return encoder

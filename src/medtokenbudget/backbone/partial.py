@@ -9,7 +9,8 @@ patches alone, so heads are trained on them, never reused from the dense pass; t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,23 +18,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.backbone.attention import REGISTRY, AttentionTap, reduce_attention
+from medtokenbudget.backbone.attention import REGISTRY, Watch, fuse, reduce_attention
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.encoders import Places, PlainViT, partial_encoder
 from medtokenbudget.tokens import TokenBatch
 
 Way = Literal["scout", "inside"]
+Seen = Callable[[], TokenBatch]
 Chosen = tuple[Tensor, Tensor | None]
 """The kept patches [B, K], and False [B, K] for those that only fill an image up to the K of its batch; None if none do."""
 
 
 def routed_pass(
-    encoder: PlainViT, images: Tensor, choose: Callable[[Tensor | None], Chosen], block: int, end: int
+    encoder: PlainViT,
+    images: Tensor,
+    choose: Callable[[Seen | None], Chosen],
+    block: int,
+    end: int,
+    requires: tuple[str, ...] = (),
 ) -> tuple[Tensor, Places]:
     """Run the blocks before `block` on all patches, and the blocks `block` to `end` - 1 on the chosen ones, in any order.
 
-    With block 0 only the chosen patches are embedded, and `choose` gets None. Otherwise it gets the tokens that the block before
-    `block` gave, [B, P + N, D], and the patches that are not chosen become one background token.
+    With block 0 only the chosen patches are embedded, and `choose` gets None. Otherwise it gets the function that makes the normed
+    tokens of the block before `block`, with the signals it `requires`, and the patches not chosen become one background token.
 
     Returns:
         The tokens [B, P + K, D] of the last block, not yet normed and without the background token, and the kept patches.
@@ -43,8 +50,19 @@ def routed_pass(
         x, positions = encoder.embed(images, places.indices)
     else:
         x, positions = encoder.embed(images)
-        x = encoder.run(x, 0, block, positions)
-        x, places = prune(x, *choose(x), encoder.prefix)
+        x = encoder.run(x, 0, block - 1, positions)
+        watch = Watch()  # no hooks, which would stay in a model that is somebody else's
+        with watch if requires else nullcontext():
+            x = encoder.run(x, block - 1, block, positions)
+
+        def seen() -> TokenBatch:
+            normed, p = encoder.norm(x), encoder.prefix
+            signals = [name for name in requires if name in REGISTRY]
+            values: dict[str, Any] = dict(reduce_attention(watch.inputs(encoder.name), p, signals)) if signals else {}
+            cls = normed[:, 0] if encoder.has_cls else None
+            return TokenBatch(normed[:, p:], encoder.grid(*images.shape[-2:]), cls=cls, **values)
+
+        x, places = prune(x, *choose(seen), encoder.prefix)
     x = encoder.run(x, block, end, positions, places, places.bias(x, encoder.prefix))
     return x[:, : encoder.prefix + places.indices.shape[1]], places
 
@@ -103,14 +121,15 @@ class EarlyBackbone(Backbone):
 
     def __init__(self, dense: Backbone, route: EarlyRoute) -> None:
         self.__dict__.update(vars(dense))
-        self.encoder, self.route = partial_encoder(dense.model, dense.config.name), route
+        self.encoder = partial_encoder(dense.model, dense.config.name, "Route after the backbone (leave out `route`), or choose")
+        self.route = route
         self.fingerprint = {**dense.fingerprint, "route": route.settings}
         # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
         for block in self.encoder.blocks:
             block._forward_pre_hooks.clear()
             block._forward_hooks.clear()
         if route.block and route.requires:
-            self._tap = AttentionTap(self.encoder.blocks[route.block - 1], self.config.name)
+            fuse(self.encoder.blocks[route.block - 1])
 
     @property
     def default_signals(self) -> tuple[str, ...]:
@@ -120,32 +139,18 @@ class EarlyBackbone(Backbone):
     def tokens(self, images: Tensor, *arguments: Any, **options: Any) -> TokenBatch:
         """Compute the tokens of the kept patches of normalized images [B, 3, S, S], with their places on the grid; no checks."""
 
-        def choose(x: Tensor | None) -> Chosen:
-            if x is None:
+        def choose(seen: Seen | None) -> Chosen:
+            if seen is None:
                 scores = self.route.score(self.preprocessing.denormalize(resize(images, (self.route.size, self.route.size))))
                 scores = resize_scores(scores, self.route.grid, self.grid)
             else:
-                scores = self.route.score(block_tokens(self.encoder, x, self.grid, self._tap, self.route.requires))
+                scores = self.route.score(seen())
             return scores.topk(self.route.k, dim=1).indices, None
 
-        x, places = routed_pass(self.encoder, images, choose, self.route.block, self.layer + 1)
+        x, places = routed_pass(self.encoder, images, choose, self.route.block, self.layer + 1, self.route.requires)
         x = self.encoder.norm(x)
         cls = x[:, 0] if self.has_cls else None
         return TokenBatch(x[:, self.prefix :], self.grid, cls=cls, places=places.indices)
-
-
-def block_tokens(
-    encoder: PlainViT, x: Tensor, grid: tuple[int, int], tap: AttentionTap | None, requires: tuple[str, ...]
-) -> TokenBatch:
-    """Return the normed tokens [B, P + N, D] of a block, with the attention of the `tap` if `requires` names any of it."""
-    normed = encoder.norm(x)
-    tokens = TokenBatch(normed[:, encoder.prefix :], grid, cls=normed[:, 0] if encoder.has_cls else None)
-    if not requires:
-        return tokens
-    assert tap is not None
-    signals = [name for name in requires if name in REGISTRY]
-    values: dict[str, Any] = dict(reduce_attention(tap.inputs(), encoder.prefix, signals))
-    return replace(tokens, **values)
 
 
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:

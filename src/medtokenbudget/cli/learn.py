@@ -136,14 +136,10 @@ class Extract(Command):
         return PatchScorer(backbone, lambda pixels: selector.score(backbone.tokens(backbone.normalize(pixels))), model.fingerprint)
 
     def _early_routing(self, route: str, router: str, backbone: BackboneConfig) -> EarlyRouting:
-        from medtokenbudget.model import EarlyRouting, load
-        from medtokenbudget.model.early import is_untrained_router, parse_route, untrained_router
+        from medtokenbudget.model.early import EarlyRouting, find_router, parse_route
 
         way, block = parse_route(route)
-        if is_untrained_router(router):
-            model = untrained_router(router, way, backbone, block)
-        else:
-            model = load(router, device=self.extraction.device)
+        model = find_router(router, way, backbone, block, self.extraction.device)
         return EarlyRouting(model, way, self.early.budget or DEFAULT_BUDGET, block)
 
 

@@ -19,9 +19,9 @@ from medtokenbudget.backbone.attention import REGISTRY
 from medtokenbudget.backbone.backbone import REC601, Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
-from medtokenbudget.errors import BudgetError, RequestError
+from medtokenbudget.errors import BudgetError, RequestError, UnknownNameError
 from medtokenbudget.heads.head import RoutedClassifier
-from medtokenbudget.model.model import MedTokenBudget
+from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import SHIPPED
 from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k, create_selector, list_selectors, selector_class
 from medtokenbudget.tokens import TokenBatch
@@ -213,3 +213,14 @@ def untrained_router(name: str, way: Way, backbone: BackboneConfig, block: int =
         looks_with, fingerprint = replace(looks_with, layer=block - 1), {**fingerprint, "layer": block - 1}
     classifiers = {name: RoutedClassifier(create_selector(name), None)}
     return MedTokenBudget(looks_with, fingerprint, (), classifiers, TrainConfig(), main=name, device="cpu")
+
+
+def find_router(name: str, way: Way, backbone: BackboneConfig, block: int = BLOCK, device: str = "auto") -> MedTokenBudget:
+    """Load a router, or make one of a selector that does not learn."""
+    if is_untrained_router(name):
+        return untrained_router(name, way, backbone, block)
+    try:
+        return load(name, device=device)
+    except UnknownNameError:
+        known = [*SHIPPED, *(selector for selector in list_selectors() if not selector_class(selector).learns)]
+        raise UnknownNameError.of("router", name, known, "(no selector, no folder of a model or run, and no hub id)") from None

@@ -12,7 +12,7 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -42,7 +42,7 @@ SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
 HALF_A_LEVEL = 0.5 / 255
 """How far outside 0 to 1 floats may lie: normalizing and undoing it rounds."""
-Statistics = tuple[Sequence[float], Sequence[float]]
+Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and standard deviation of the three channels."""
 _FORMS = "`images` must be paths, folders, pictures, arrays, tensors, bytes, open files or a data loader"
 
@@ -148,6 +148,17 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
         raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
     # Clamped, because half a level above white rounds to 256, which is 0 in eight bits: black.
     return pixels.mul(255).round().clamp(0, 255).to(torch.uint8)
+
+
+def read_statistics(what: str, pair: Any) -> Statistics:
+    """Read mean and standard deviation of three channels, or raise a RequestError that says `what` to change."""
+    try:
+        mean, std = (tuple(float(value) for value in values) for values in pair)
+    except (TypeError, ValueError):
+        mean, std = (), ()
+    if not (len(mean) == len(std) == 3 and 0 <= min(mean) <= max(mean) <= 1 and min(std) > 0):
+        raise RequestError(f"{what}: three numbers each, for images in [0, 1], got {pair!r}.")
+    return mean, std
 
 
 def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageSource]:

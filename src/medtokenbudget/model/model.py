@@ -349,15 +349,12 @@ class MedTokenBudget(nn.Module):
 
     def statistics(self, normalized: Normalized) -> inference.Statistics | None:
         """Return the mean and std that float tensors were normalized with; None if they were not."""
-        if isinstance(normalized, bool):
-            return (self.backbone_fingerprint["mean"], self.backbone_fingerprint["std"]) if normalized else None
-        try:
-            mean, std = (tuple(float(value) for value in values) for values in normalized)
-        except (TypeError, ValueError):
-            mean, std = (), ()
-        if not len(mean) == len(std) == 3 or not all(value > 0 for value in std):
-            raise RequestError(f"`normalized` must be True, False, or (mean, std) of three channels, got {normalized!r}.")
-        return mean, std
+        if not isinstance(normalized, bool):
+            return inference.read_statistics("`normalized` must be True, False, or (mean, std)", normalized)
+        mean, std = (tuple(self.backbone_fingerprint[name]) for name in ("mean", "std"))
+        if normalized and (mean, std) == ((0, 0, 0), (1, 1, 1)):
+            raise RequestError("The model reads pixels in [0, 1] and has no mean and std. Pass yours: `normalized=(mean, std)`.")
+        return (mean, std) if normalized else None
 
     def forward(self, images: Any, budget: float | str | None = None, selector: str | None = None) -> Tensor:
         """Compute class logits [B, C] of a `TokenBatch` or images at one budget, with gradients for the head."""

@@ -13,17 +13,20 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.backbone.attention import REGISTRY, AttentionTap
+from medtokenbudget.backbone.attention import REGISTRY, fuse
 from medtokenbudget.backbone.encoders import Normalization, PlainViT, partial_encoder
-from medtokenbudget.backbone.partial import Chosen, block_tokens, resize, resize_scores, routed_pass
+from medtokenbudget.backbone.partial import Chosen, Seen, resize, resize_scores, routed_pass
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, read_share
 from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError
-from medtokenbudget.model.early import INSIDE, EarlyRouting, is_untrained_router, ranking, untrained_router
-from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, loaded
+from medtokenbudget.model.early import INSIDE, EarlyRouting, find_router, is_untrained_router, ranking
+from medtokenbudget.model.inference import read_statistics
+from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget
 from medtokenbudget.routing import budget_to_k, create_selector, selector_class
 from medtokenbudget.routing.conformal import Guarantee
 
 Router = MedTokenBudget | Path | str | Callable[[Tensor], Tensor] | None
+Scores = Callable[[Tensor, Seen | None], Tensor]
+"""From the images and, inside, what makes the tokens of the block before, to scores [B, n] or [B, h, w]."""
 _count: Callable[[Any, int, int], int] = torch.compiler.assume_constant_result(budget_to_k)
 _exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 _FAR = 4.0
@@ -64,21 +67,22 @@ class Wrapped(nn.Module):
         model: nn.Module,
         router: Router,
         budget: float | str | None,
-        retention: float | None,
+        retention: float | str | None,
         at: str,
         wanted: Normalization | None,
     ) -> None:
         super().__init__()
         self.model, self.routing = model, None
         self.encoder: PlainViT = partial_encoder(model, type(model).__name__)
+        self.channels = next(part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d))  # embeds the patches
         places = [f"block:{number}" for number in range(len(self.encoder.blocks))]
         if at not in places:
             raise RequestError(f"`at` must be {places[0]} (before the blocks) to {places[-1]}, got '{at}'.")
         self.block = places.index(at)
         self._wanted = wanted or self.encoder.normalization()
-        self._tap: AttentionTap | None = None
-        # Not a submodule: it is frozen and no part of `parameters()` and `state_dict()`.
-        self._router: tuple[MedTokenBudget | None] = (None,)
+        self._reads: tuple[str, ...] = ()  # signals of the model's own tokens
+        # Not a submodule: it is frozen and no part of `parameters()` and `state_dict()`. A function, because copies share it.
+        self._router: Callable[[], MedTokenBudget | None] = lambda: None
         self._guarantee: Guarantee | None = None
         self._score = self._scorer(router)
         if budget is not None and retention is not None:
@@ -105,12 +109,12 @@ class Wrapped(nn.Module):
         return None if self._guarantee is None else self._guarantee.retention
 
     @retention.setter
-    def retention(self, value: float) -> None:
-        if self._router[0] is None:
+    def retention(self, value: float | str) -> None:
+        if (router := self._router()) is None:
             raise RequestError("`retention` needs a router that was calibrated with `mtb calibrate`. Use a `budget`.")
-        self._guarantee, self._budget = self._router[0].guarantee(value), None
+        self._guarantee, self._budget = router.guarantee(value), None
 
-    def forward(self, images: Tensor | None = None, *, keep: Tensor | None = None, **options: Any) -> Any:
+    def forward(self, images: Any = None, *, keep: Tensor | None = None, **options: Any) -> Any:
         """Return what the model returns of images [B, 3, H, W], normalized as the model expects them.
 
         Args:
@@ -119,20 +123,23 @@ class Wrapped(nn.Module):
             options: What the model's own forward takes, such as `labels`.
         """
         images = options.pop("pixel_values", None) if images is None else images
-        if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
-            raise ShapeError("Images must be float [B, 3, H, W], normalized as the model expects them.")
+        floats = isinstance(images, Tensor) and images.is_floating_point()
+        if not floats or images.ndim != 4 or images.shape[0] < 1 or images.shape[1] != self.channels:
+            given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+            wanted = f"float [B, {self.channels}, H, W], normalized as the model expects them"
+            raise ShapeError(f"Images must be {wanted}, got {given}.")
         grid, scores = self.encoder.grid(*images.shape[-2:]), None
 
-        def choose(x: Tensor | None) -> Chosen:
+        def choose(seen: Seen | None) -> Chosen:
             nonlocal scores
             if keep is not None:
                 return _from_masks(keep, images.shape[0], grid)
             with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-                given = self._score(images, x)
+                given = _checked(self._score(images, seen))
                 scores = _on_grid(given, images.shape[0], grid)
                 return self._chosen(given.flatten(1), scores)
 
-        x, places = routed_pass(self.encoder, images, choose, self.block, len(self.encoder.blocks))
+        x, places = routed_pass(self.encoder, images, choose, self.block, len(self.encoder.blocks), self._reads)
         if not _exporting():
             kept = torch.zeros(images.shape[0], grid[0] * grid[1], dtype=torch.bool, device=images.device)
             real = torch.ones_like(places.indices, dtype=torch.bool) if places.real is None else places.real
@@ -154,23 +161,25 @@ class Wrapped(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Everything that moves a module (`to`, `cuda`, `cpu`) ends here; the router is no submodule and follows by hand.
         super()._apply(fn, recurse)
-        if self._router[0] is not None:
-            self._router[0].to(next(self.model.parameters()).device)
+        if (router := self._router()) is not None:
+            router.to(next(self.model.parameters()).device)
         return self
 
-    def _scorer(self, router: Router) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return the function from images and the tokens of the block before `block` to scores [B, n] or [B, h, w]."""
+    def _scorer(self, router: Router) -> Scores:
+        """Return the function that scores the patches, which knows nothing of this module: a copy has the same."""
         if router is None:
             return _nothing
         if not isinstance(router, (MedTokenBudget, Path, str)):
+            if not callable(router):
+                kind = type(router).__name__
+                raise RequestError(f"`router` must be a name, a model, a function, or None with `keep` in each call, got {kind}.")
             scores_of = router
-            return lambda images, _: _checked(scores_of(images))
+            return lambda images, _: scores_of(images)
         if isinstance(router, str) and is_untrained_router(router):
             inside = self.block > 0 and not selector_class(router).learns
             if inside and all(name in INSIDE for name in create_selector(router).requires):
                 return self._own_tokens(router)
-            router = untrained_router(router, "scout", BackboneConfig())
-        model = loaded(router)
+        model = router if isinstance(router, MedTokenBudget) else find_router(str(router), "scout", BackboneConfig())
         score, grid = EarlyRouting(model, "scout").image_scores(), model.grid
         size = int(model.backbone_fingerprint["image_size"])
         if self._wanted is None:
@@ -178,10 +187,13 @@ class Wrapped(nn.Module):
                 f"{type(self.model).__name__} does not say how its images are normalized, and the router sees the same images. "
                 "Pass `mean` and `std`, three numbers each for images in [0, 1]."
             )
+        if self.channels != 3:
+            raise RequestError(f"The router reads RGB, but the model has {self.channels} channels. Use a function as `router`.")
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in self._wanted[:2])
-        self._router = (model.to(next(self.model.parameters()).device),)
+        model.to(next(self.model.parameters()).device)
+        self._router = lambda: model
 
-        def scores(images: Tensor, _: Tensor | None) -> Tensor:
+        def scores(images: Tensor, _: Seen | None) -> Tensor:
             # Resized first: the fewer pixels are the same colors, because the weights of resizing sum to one.
             colors = resize(images.float(), (size, size)) * std.to(images.device) + mean.to(images.device)
             if not torch.compiler.is_compiling() and bool((colors.abs() > _FAR).any()):
@@ -192,7 +204,7 @@ class Wrapped(nn.Module):
 
         return scores
 
-    def _own_tokens(self, name: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _own_tokens(self, name: str) -> Scores:
         """Score by a selector that does not learn and reads the tokens of the model itself."""
         selector = create_selector(name)
         score = ranking(selector)
@@ -202,13 +214,13 @@ class Wrapped(nn.Module):
             raise RequestError(
                 f"The selector '{name}' reads {', '.join(classless)}, but the model has no class token. Use another."
             )
-        if selector.requires:
-            self._tap = AttentionTap(self.encoder.blocks[self.block - 1], self.encoder.name)
+        self._reads = tuple(selector.requires)
+        if self._reads:
+            fuse(self.encoder.blocks[self.block - 1])
 
-        def scores(images: Tensor, x: Tensor | None) -> Tensor:
-            assert x is not None
-            grid = self.encoder.grid(*images.shape[-2:])
-            return score(block_tokens(self.encoder, x, grid, self._tap, tuple(selector.requires)))
+        def scores(_: Tensor, seen: Seen | None) -> Tensor:
+            assert seen is not None
+            return score(seen())
 
         return scores
 
@@ -217,7 +229,7 @@ def wrap(
     model: nn.Module,
     router: Router = DEFAULT_MODEL,
     budget: float | str | None = None,
-    retention: float | None = None,
+    retention: float | str | None = None,
     at: str = "block:0",
     mean: tuple[float, float, float] | None = None,
     std: tuple[float, float, float] | None = None,
@@ -253,11 +265,15 @@ def wrap(
     """
     if isinstance(model, Wrapped):
         raise RequestError("The model is wrapped already. Set its `budget`, or wrap `mtb.unwrap(model)`.")
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"`wrap` takes a model, such as `timm.create_model(...)` returns, got {kind}.")
+    for inside in ("module", "_orig_mod"):
+        if isinstance(getattr(model, inside, None), nn.Module):
+            raise RequestError(f"Wrap the model in this {kind} (`model.{inside}`). Compile or distribute what `wrap` returns.")
     if (mean is None) is not (std is None):
         raise RequestError("`mean` and `std` belong together. Pass both, or none.")
-    wanted = None if mean is None or std is None else Normalization(mean, std)
-    if wanted is not None and not (len(wanted.mean) == len(wanted.std) == 3 and min(wanted.std) > 0):
-        raise RequestError("`mean` and `std` must be three numbers each, and `std` above 0.")
+    wanted = None if mean is None else Normalization(*read_statistics("Check `mean` and `std`", (mean, std)))
     return Wrapped(model, router, budget, retention, at, wanted)
 
 
@@ -265,8 +281,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the model that was wrapped: the same object, without anything of the router."""
     if not isinstance(model, Wrapped):
         raise RequestError(f"`unwrap` takes what `wrap` returned, got {type(model).__name__}.")
-    if model._tap is not None:
-        model._tap.remove()
     return model.model
 
 
