@@ -58,7 +58,7 @@ def test_every_table_is_what_the_script_makes_of_the_csv_files(script: ModuleTyp
 def test_a_changed_csv_changes_the_table(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in RESULTS.glob("*.csv"):
         (tmp_path / path.name).write_text(path.read_text(encoding="utf-8").replace(",0.9", ",0.5"), encoding="utf-8")
-    before = {name: make() for name, make in script.TABLES.items() if name in ("protocol", "center-bias", "zoo")}
+    before = {name: make() for name, make in script.TABLES.items() if name in ("protocol", "splits", "center-bias", "zoo")}
     monkeypatch.setattr(script, "RESULTS", tmp_path)
     assert all(script.TABLES[name]() != text for name, text in before.items())
 
@@ -79,6 +79,17 @@ def test_the_numbers_of_the_table_are_those_of_the_report_and_of_the_paper() -> 
         assert [cell.rstrip("⁰¹²³⁴⁵⁶⁷⁸⁹") for cell in shown[title][1:5]] == [f"{100 * cell:.1f}" for cell in cells]
     printed = {row["metric"]: row["value"] for row in paper_rows("lats")}
     assert shown["LATS (paper)"][-2:] == [f"{100 * float(printed['retention']) / 69.0:.1f}", f"{float(printed['macro_f1']):.1f}"]
+
+
+def test_the_table_of_splits_has_the_numbers_of_its_file_and_no_lesion_in_both_parts() -> None:
+    heads, _, *lines = table(RESULTS / "index.md", "splits")
+    place = heads.index("*Border contrast*")
+    for line, split in zip(lines[1::2], ("grouped", "without-HAM10000", "without-MSK"), strict=True):
+        wanted = {"split": split, "view": "off-center", "method": "border-contrast", "budget": "0.3"}
+        (kept,), (f1,) = (rows("splits", metric=metric, **wanted) for metric in ("retention_of_ceiling", "macro_f1"))
+        assert line[place] == f"{100 * float(kept['value']):.1f}/{100 * float(f1['value']):.1f}"
+        assert line[3] == f"{int(kept['n']):,}"
+    assert [line[2] for line in lines] == ["0", ""] * 3
 
 
 def paper_rows(method: str) -> list[dict[str, str]]:

@@ -1,4 +1,5 @@
-"""Fill in the tables of the results pages and the README, and draw the figure: `python docs/tools/results.py [BACKBONE=RUN ...]`.
+"""Fill in the tables of the results pages and the README, and draw the figure:
+`python docs/tools/results.py [BACKBONE=RUN ...] [SPLIT=RUN ...]`.
 
 With run directories it first copies the tables that `mtb report` wrote of them. A table stands between `<!-- table: NAME -->` and
 `<!-- end -->`; the text around it is written by hand. A test fills them in again and compares.
@@ -6,6 +7,7 @@ With run directories it first copies the tables that `mtb report` wrote of them.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +30,12 @@ BUDGET, OURS = 0.3, "lats:lesion-first"
 COPIED = {"leaderboard": "leaderboard", "protocol": "center-bias"}
 """CSV file here -> table of a report."""
 VIT, SMALL = "vit-small", "embedded"
+SPLITS = {
+    "grouped": "other lesions",
+    "without-HAM10000": "HAM10000",
+    "without-MSK": "MSK",
+}
+ON_SPLITS = (OURS, "lats", "border-contrast", "center", "random", "no-pruning")
 ORIGINAL, OFF = "as-is", "off-center"
 KEPT, F1 = "retention_of_ceiling", "macro_f1"
 PAPER_CEILING, PAPER_CENTER = 69.0, 65.2
@@ -187,7 +195,7 @@ def further_table() -> str:
     promises = read("guarantee").query("retention == 0.95 and coverage.isna()").set_index("scores")
     rows = [
         [
-            f"tokens to keep 95 % of the lesion on average, by the {name}'s scores",
+            f"tokens for 95 % of the lesion, ranked by the {name}",
             *(f"{row['tokens']:.1f}", f"{row['fixed']:.0f}", f"{row['images']:,.0f}"),
         ]
         for name, row in promises.iterrows()
@@ -232,8 +240,26 @@ def wrap_table(what: str) -> str:
     return markdown([about, "threads", *titles.values()], rows)
 
 
+def splits_table() -> str:
+    """What is kept, and macro F1, where the images that validate are of other lesions or of another center."""
+    frame = read("splits").query("budget == @BUDGET")
+    values = frame.set_index(["split", "view", "method", "metric"])["value"]
+    rows = []
+    for split, title in SPLITS.items():
+        for view in (ORIGINAL, OFF):
+            here = frame.query("split == @split and view == @view").iloc[0]
+            parts = [title, f"{here['train']:,}", str(here["crossing"])] if view == ORIGINAL else ["off-center", "", ""]
+            cells = [percent(values[split, view, method, F1]) for method in ON_SPLITS]
+            for place, method in enumerate(ON_SPLITS[:-1]):
+                cells[place] = f"{percent(values[split, view, method, KEPT])}/{cells[place]}"
+            rows.append([*parts, f"{here['n']:,}", *cells])
+    head = ["validated on", "trained on", "lesions in both", "n", *(name_of(method) for method in ON_SPLITS)]
+    return markdown(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "protocol": protocol_table,
+    "splits": splits_table,
     "further": further_table,
     "center-bias": center_bias_table,
     "zoo": zoo_table,
@@ -285,12 +311,27 @@ def draw() -> Figure:
     return figure
 
 
+def of_split(run: Path) -> pd.DataFrame:
+    """Return what a run kept on both views, with the size of its parts and the lesions that are in both."""
+    counts = json.loads((run / "run.json").read_text(encoding="utf-8"))["counts"]
+    frame = pd.read_csv(run / "tables" / "center-bias.csv")
+    frame["n"] = frame["view"].map(pd.read_csv(run / "results.csv").groupby("view")["n"].max())
+    return frame.assign(train=counts["train"]["images"], crossing=counts["crossing"]["groups"])
+
+
+def copy(file: str, key: str, frames: dict[str, pd.DataFrame]) -> None:
+    """Write tables of several runs to one CSV file, with the name of each in the first column."""
+    if frames:
+        frame = pd.concat(frames, names=[key]).droplevel(1).drop(columns="run", errors="ignore")
+        frame.to_csv(RESULTS / f"{file}.csv")
+
+
 def main(runs: list[str]) -> None:
-    named = [run.partition("=") for run in runs]
-    for file, table in COPIED.items() if named else ():
-        parts = [pd.read_csv(Path(run) / "tables" / f"{table}.csv").assign(backbone=backbone) for backbone, _, run in named]
-        frame = pd.concat(parts).drop(columns="run", errors="ignore")
-        frame[["backbone", *frame.columns.drop("backbone")]].to_csv(RESULTS / f"{file}.csv", index=False)
+    named = {name: Path(run) for name, _, run in (run.partition("=") for run in runs)}
+    backbones = {name: run / "tables" for name, run in named.items() if name not in SPLITS}
+    for file, table in COPIED.items():
+        copy(file, "backbone", {name: pd.read_csv(tables / f"{table}.csv") for name, tables in backbones.items()})
+    copy("splits", "split", {name: of_split(named[name]) for name in SPLITS if name in named})
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     with house_style():

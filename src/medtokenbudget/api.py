@@ -494,10 +494,10 @@ def evaluate_kept(
         RequestError: The table does not fit the manifest; the message says where.
     """
     target, original = Path(out), _opened(manifest)
-    _check_evaluation(target, original, by)
     if part == "auto":
         part = "val" if (original.rows["split"] == "val").any() else "all"
     wanted = original if part == "all" else original.part(part)
+    _check_evaluation(target, wanted, by)
     tables = {AS_IS: evaluation.read_kept(kept, wanted)}
     off_center = evaluation.has_off_center(kept)
     with exclusive(target):

@@ -132,12 +132,12 @@ def test_counts_and_prevalence_are_by_class_and_part(broken: Manifest) -> None:
     assert "val, n=1" in table
     assert f"{good:.1f} ({good / 256:.1%})" in table
     assert all(finding.kind in text for finding in report.findings)
-    assert "and 1 more (the option `all` lists them)" in text
+    assert "and 1 more (`all` lists them)" in text
     assert "more" not in to_text(report, limit=0)
 
 
 def test_a_clean_folder_is_clean_until_its_images_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class_folders(tmp_path / "photos", 6)
+    class_folders(tmp_path / "photos", 9)
     manifest = tmp_path / "m.parquet"
     assert main(["data", "check", str(tmp_path / "photos")]) == 0
     assert "part-empty" not in capsys.readouterr().out, "a folder without a split lacks no part"
@@ -145,9 +145,12 @@ def test_a_clean_folder_is_clean_until_its_images_are_gone(tmp_path: Path, capsy
     assert main(["data", "check", str(manifest)]) == 0
     out = capsys.readouterr().out
     assert "No problems found." in out
+    assert f"\nmanifest hash {Manifest.read(manifest).hash}\n" in out
     assert out.splitlines()[-1] == f"Next: mtb extract {manifest} --store STORE"
     shutil.rmtree(tmp_path / "photos" / "NV")
-    assert len(items_by_kind(check(Manifest.read(manifest)))["image-missing"]) == 6
+    assert len(items_by_kind(check(Manifest.read(manifest)))["image-missing"]) == 9
+    assert main(["data", "check", str(manifest)]) == 1
+    assert "  and 1 more (--all lists them)\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -224,6 +224,9 @@ def test_disk_space_for_archive_and_files_is_checked_before_the_download(tmp_pat
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
     with pytest.raises(WorkError, match="of free disk space"):
         download("busi", tmp_path, True)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
+    with pytest.raises(WorkError, match="has 20 MB of free disk space, but the archive and the files in it need 22 MB"):
+        module._require_space(tmp_path, 2 * 10_808_743)
     assert host.asked == []
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=needed))
     download("busi", tmp_path, True)

@@ -134,3 +134,5 @@ def test_a_column_that_gives_no_strata_is_refused() -> None:
         column_strata(manifest, ["nam"])
     with pytest.raises(RequestError, match="20 different values"):
         column_strata(manifest, ["name"])
+    with pytest.raises(RequestError, match="empty for all 2 images that are measured"):
+        column_strata(manifest_with(ruler=["1", None, None]).take([1, 2]), ["ruler"])

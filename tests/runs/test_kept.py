@@ -95,6 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative patch": ({"kept": [[0, 5], [0, -1], [1, 2]]}, "different patches from 0 to 15"),
     "a patch twice": ({"kept": [[0, 5], [3, 3], [1, 2]]}, "different patches from 0 to 15"),
     "numbers that are not whole": ({"kept": [[0.0, 5.5]] * 3}, "different patches from 0 to 15"),
+    "only crops": ({"view": ["off-center"] * 3}, "has no rows of the view as-is"),
     "an unknown view": ({"view": ["as-is", "as-is", "left"]}, "has the view left"),
     "other classes": ({"p_NV": [1.0] * 3}, "has p_NV, but the classes of the manifest are MEL, NV"),
     "no probabilities": ({"p_NV": [1.0] * 3, "p_MEL": [0.5] * 3}, "do not sum to 1"),

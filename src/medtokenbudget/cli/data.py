@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tyro.conf import Positional
 
-from medtokenbudget.cli.options import Command
+from medtokenbudget.cli.options import Command, options, spelled
 from medtokenbudget.config import Count, DrawnSide, Folds, Fraction, Natural, Parallel, Seed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.runtime import say
@@ -328,7 +328,7 @@ class CheckData(Command):
         if self.json:
             print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
         else:
-            print(to_text(report, limit=0 if self.all else 8))
+            print(spelled(to_text(report, limit=0 if self.all else 8), options(type(self))))
             print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else self._next()}")
         if self.drop is not None:
             left = without_broken(manifest, report)

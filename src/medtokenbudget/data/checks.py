@@ -89,6 +89,7 @@ class Report:
     source: str
     split_rule: str
     images: int
+    hash: str
     findings: list[Finding]
     classes: dict[str, dict[str, int]]
     masks: dict[str, dict[str, int]]
@@ -120,6 +121,7 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
         source=manifest.source,
         split_rule=str(manifest.split_rule),
         images=len(manifest),
+        hash=manifest.hash,
         findings=_findings(problems, leaks_allowed=manifest.split_rule.kind == "paper"),
         classes=_by_class(manifest, manifest.rows),
         masks=_by_class(manifest, manifest.rows[manifest.rows["mask"].notna()]),
@@ -219,7 +221,7 @@ def _by_class(manifest: Manifest, rows: pd.DataFrame) -> dict[str, dict[str, int
 def to_text(report: Report, limit: int = 8) -> str:
     """Format a report for a terminal, with at most `limit` items of each finding (0 for all)."""
     head = f"{report.name}: {report.images:,} images · {report.source} · split {report.split_rule}"
-    blocks = [head, _class_table(report)]
+    blocks = [f"{head}\nmanifest hash {report.hash}", _class_table(report)]
     if report.prevalence:
         blocks.append(_prevalence_table(report))
     for finding in report.findings:
@@ -227,7 +229,7 @@ def to_text(report: Report, limit: int = 8) -> str:
         lines = [f"{finding.severity.upper()} {finding.kind} ({len(finding.items):,}): {finding.message}"]
         lines += [f"  {item}" for item in items]
         if more := len(finding.items) - len(items):
-            lines.append(f"  and {more:,} more (the option `all` lists them)")
+            lines.append(f"  and {more:,} more (`all` lists them)")
         blocks.append("\n".join(lines))
     fatal = sum(finding.severity == "fatal" for finding in report.findings)
     warnings = len(report.findings) - fatal

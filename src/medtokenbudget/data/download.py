@@ -136,8 +136,8 @@ def _source(folder: Path, archive: Archive) -> Path:
 def _require_space(folder: Path, needed: int) -> None:
     if (free := shutil.disk_usage(folder).free) < needed:
         raise WorkError(
-            f"{folder} has {free / 1e9:,.1f} GB of free disk space, but the archive and the files in it need "
-            f"{needed / 1e9:,.1f} GB. Free some disk space, or choose another `out`."
+            f"{folder} has {free / 1e6:,.0f} MB of free disk space, but the archive and the files in it need "
+            f"{needed / 1e6:,.0f} MB. Free some disk space, or choose another `out`."
         )
 
 

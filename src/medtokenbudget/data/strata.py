@@ -85,6 +85,8 @@ def column_strata(manifest: Manifest, names: Sequence[str]) -> dict[str, list[st
             raise UnknownNameError.of("column", name, manifest.further, "of the manifest (add it with `columns`)")
         values = manifest.rows[name]
         known = values.dropna()
+        if known.empty:
+            raise RequestError(f"Column `{name}` is empty for all {len(manifest):,} images that are measured.")
         if known.nunique() > MOST_VALUES:
             numbers = pd.to_numeric(known, errors="coerce")
             if numbers.isna().any():

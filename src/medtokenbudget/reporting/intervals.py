@@ -146,7 +146,9 @@ class ReportRun:
         orders = PatchOrders.read(routing) if routing else None
         attributes = pd.read_parquet(strata) if strata else pd.DataFrame()
         if by:
-            columns = pd.DataFrame({"image_id": info.manifest.ids, **column_strata(info.manifest, by)})
+            rows = np.flatnonzero(np.isin(info.manifest.ids, predictions["image_id"].unique()))
+            judged = info.manifest.take(rows.tolist())
+            columns = pd.DataFrame({"image_id": judged.ids, **column_strata(judged, by)})
             # A column that is asked for again replaces the one that the evaluation stored.
             earlier = attributes.drop(columns=[name for name in columns if name != "image_id"], errors="ignore")
             attributes = columns if earlier.empty else earlier.merge(columns, on="image_id", how="left")

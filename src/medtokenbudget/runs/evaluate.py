@@ -450,6 +450,8 @@ def read_kept(path: Path | str, manifest: Manifest, view: str = AS_IS) -> KeptPa
         if foreign := sorted(set(frame["view"].astype(str)) - {AS_IS, OFF_CENTER}):
             raise refuse(f"has the view {listed(foreign)}. Views are {AS_IS} and {OFF_CENTER}.")
         frame = given = frame[frame["view"] == view]
+    if frame.empty:
+        raise refuse(f"has no rows of the view {view}. Original images ({AS_IS}) are always judged.")
     if frame["kept"].isna().any():
         raise refuse("has rows without kept patches. Methods that merge patches keep none and cannot be judged by this table.")
     paths = {os.path.abspath(manifest.image_path(row)): name for row, name in enumerate(manifest.ids)} if key == "image" else {}

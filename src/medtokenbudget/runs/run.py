@@ -442,7 +442,7 @@ def headline(results: pd.DataFrame, budget: float = HEADLINE_BUDGET) -> str:
         cells = [NOT_MEASURED if pd.isna(value) else f"{value:.1%}" for value in row]
         lines.append(f"{method!s:<{width}}" + "".join(f"{cell:>12}" for cell in cells))
     counts = rows.groupby("method", sort=False)["n"].max()
-    fewer = "".join(f"; {method} classified {n:,}" for method, n in counts.items() if n < counts.max())
+    fewer = "".join(f"; {method} classified {n:,}" for method, n in counts.items() if 0 < n < counts.max())
     masks = f"{int(rows['n_masked'].max()):,}"
     # Without a head or labels nothing is classified, but the masked images are measured.
     n = f"{int(counts.max()):,} images, {masks} with a lesion mask{fewer}" if counts.max() else f"{masks} images with a lesion mask"
