@@ -70,7 +70,9 @@ class Loop:
     def batches(self) -> Iterator[TokenBatch]:
         for start in range(0, len(self.pixels), BATCH):
             part = slice(start, start + BATCH)
-            tokens = self.backbone(self.backbone.normalize(self.pixels[part])).take(slice(None))  # copied: autograd may keep them
+            tokens = self.backbone(self.backbone.normalize(self.pixels[part])).take(
+                range(len(self.pixels[part]))
+            )  # copied: autograd may keep them
             yield replace(
                 tokens,
                 label=self.like.label[part],

@@ -159,7 +159,7 @@ def the_store(world: World, path: Path) -> Any:
         if not any(Path(name).stem == path.stem for name in damaged):
             raise AssertionError(f"store info is content, but {error}") from None
         raise Noticed(f"{path.name}: {error}") from None
-    said = [store.ids, store.views, store.classes, store.config, [error.to_json() for error in store.errors], store.identity]
+    said = [store.ids, store.views, store.classes, store.config, [vars(error) for error in store.errors], store.identity]
     if path.suffix != ".json" and path in whole_files:
         # Rebuilt or not read now, it is noticed.
         assert damaged or path.read_bytes() == whole_files[path], f"store info is content with {path.name}"

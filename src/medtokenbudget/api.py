@@ -17,7 +17,7 @@ import numpy as np
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone import extract as run_extraction
-from medtokenbudget.backbone.backbone import Backbone, located
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
@@ -41,7 +41,7 @@ from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
-from medtokenbudget.model.model import MedTokenBudget, load
+from medtokenbudget.model.model import MedTokenBudget, load, loaded
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
 from medtokenbudget.routing.conformal import Guarantee, Promise
@@ -140,6 +140,7 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
+        # A control that needs the mask of an image (the oracle) could never classify a new one.
         compared = [name for name in available_controls(run.store) if controls and "has_mask" not in selector_class(name).requires]
         methods = [str(method_of(selector, settings)), *compared]
     else:  # routed already: only the head is left to train
@@ -167,6 +168,7 @@ def train(
 
 def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     """Train a scout, measure it on the validation images next to the controls, and save it as a model."""
+    # Labels are never read: a scout learns the lesion alone.
     opened = _opened(manifest).without_labels()
     validation = opened.part("val")
     if not validation.rows["mask"].notna().any():
@@ -178,6 +180,7 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
         backbone = scout_backbone(config)
         pixels = Backbone.load(backbone)
         assert isinstance(classifier.selector, Scout)
+        # Masks of validation images are used only for evaluation: they are not counted as learned from.
         masks = int(opened.rows["mask"].notna().to_numpy()[opened.rows["split"] != "val"].sum())
         about = {"run": {"dataset": opened.name, "seeds": [config.seed], "hashes": {"manifest": opened.hash}, "masks": masks}}
         embedded = BackboneConfig(name="embedded")
@@ -197,6 +200,7 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
         original, off_center = (store.rows(validation.ids, view=view, strict=False) for view in (IDENTITY, OFF_CENTER))
         held_out = evaluation.HeldOut(validation, store, original, off_center, "val")
         run = Run.begin(out, opened, store, config)
+        # Without labels it is another manifest than the user's file, so it is kept with the run.
         opened.write(run.manifest_path)
         evaluation.evaluate_model(run, model, held_out, opened, SCOUT, config.budgets, {}, trained=True)
         model.card = card_text(run, model)
@@ -250,6 +254,7 @@ def sweep(
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
+    # The command line gives the budgets in `config`, Python users as an argument.
     given_budgets, name = given_settings(run.config).get("budgets"), "sweep"
     if methods is not None and list(methods) == [PROTOCOL.name]:
         name, methods, seeds = PROTOCOL.name, supported_methods(run, PROTOCOL.methods), seeds or PROTOCOL.seeds
@@ -303,11 +308,13 @@ def reproduce(
         ['center', 'random']
     """
     config = config or preset("paper")
+    # The paper's protocol, unless another one was chosen.
     if "protocol" not in given_settings(config):
         config = replace(config, protocol="paper")
     run = Run.begin(out, manifest, store, config)
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, run.manifest.source.split()[0])
+    # All methods at once, so that what is left out is said once and not for each study.
     supported_by_data = supported_methods(run, tuple(dict.fromkeys(method for one in studies for method in one.methods)))
     studies = [replace(one, methods=tuple(m for m in one.methods if m in supported_by_data)) for one in studies]
     supported = [one for one in studies if one.methods]
@@ -381,21 +388,23 @@ def calibrate(
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     if folder is not None and out is None and not Path(str(model)).expanduser().is_dir():
         raise RequestError(f"{model} is not a folder of yours, so nothing can be saved in it. Pass `out` for a calibrated copy.")
-    loaded = model if isinstance(model, MedTokenBudget) else load(model)
+    chosen = loaded(model)
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else evaluation.run_of(folder)
         opened = _opened(manifest)
+        # Before tokens are extracted, which takes long.
         evaluation.check_stratum(by, opened)
-        images = evaluation.held_out(loaded, opened, store, Path(scratch) / "tokens", part, run)
-        guarantee = evaluation.calibrated(loaded, images, promise, selector, most, by)
-    others = [one for one in loaded.guarantees if not one.keeps(guarantee, guarantee.selector)]
-    loaded.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
+        images = evaluation.held_out(chosen, opened, store, Path(scratch) / "tokens", part, run)
+        guarantee = evaluation.calibrated(chosen, images, promise, selector, most, by)
+    # The same promise again replaces the earlier one, whatever its cap.
+    others = [one for one in chosen.guarantees if not one.keeps(guarantee, guarantee.selector)]
+    chosen.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
     if by is not None:
-        loaded.card = guarantee.on_card(loaded.card)
+        chosen.card = guarantee.on_card(chosen.card)
     if out is not None:
-        loaded.save_pretrained(out)
+        chosen.save_pretrained(out)
     elif folder is not None:
-        write_guarantees(folder, loaded.guarantees, loaded.card)
+        write_guarantees(folder, chosen.guarantees, chosen.card)
     return guarantee
 
 
@@ -439,21 +448,23 @@ def evaluate(
     shares = [read_share("budgets", budget) for budget in budgets]
     _check_evaluation(target, original, by)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
-    loaded = model if isinstance(model, MedTokenBudget) else load(model)
+    chosen = loaded(model)
     mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
-    labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
+    labeled = evaluation.in_classes_of(original, chosen.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
-    method = loaded.main if selector is None else selector
-    loaded.classifier(method)
+    method = chosen.main if selector is None else selector
+    # An unknown method is an error before anything is extracted.
+    chosen.classifier(method)
     with exclusive(target):
-        images = evaluation.held_out(loaded, labeled, store, target / "tokens", part, trained_in, original.hash)
-        run = _begin_evaluation(target, images, manifest, loaded.train_config)
+        # Translated labels change the hash of a manifest, and the model knows the one with its own labels.
+        images = evaluation.held_out(chosen, labeled, store, target / "tokens", part, trained_in, original.hash)
+        run = _begin_evaluation(target, images, manifest, chosen.train_config)
         about = {
             "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
             "mapping": None if mapping is None else dict(mapping),
             "own": evaluation.own_validation(trained_in, method, shares),
         }
-        evaluation.evaluate_model(run, loaded, images, original, method, shares, about, by=by)
+        evaluation.evaluate_model(run, chosen, images, original, method, shares, about, by=by)
     return run
 
 
@@ -498,6 +509,7 @@ def evaluate_kept(
             shown = {images.store.ids[row] for row in images.off_center}
             crops = wanted.take([row for row, name in enumerate(wanted.ids) if name in shown])
             tables[OFF_CENTER] = evaluation.read_kept(kept, crops, OFF_CENTER)
+            # The controls are evaluated at one list of budgets, on both views.
             if list(tables[OFF_CENTER].kept) != list(tables[AS_IS].kept):
                 raise RequestError(f"{kept} has other budgets for off-center views than for original images.")
         run = _begin_evaluation(target, images, manifest, TrainConfig())
@@ -582,6 +594,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
                 classifiers[str(method)] = trained.get(unit) or sweeping.load_unit(run, unit)
         store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])
         rows = TrainingRows.of(run.manifest, store, config)
+        # What the tokens were made with: the heads fit no other backbone.
         fingerprint, weights = store.config["backbone"], store.config["weights"]
         backbone = BackboneConfig(
             weights=None if weights is None else Path(weights),
@@ -589,7 +602,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
         )
         about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
         model = MedTokenBudget(
-            located(backbone, fingerprint["weights"]),
+            backbone,
             fingerprint,
             run.classes,
             classifiers,

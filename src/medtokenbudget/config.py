@@ -38,6 +38,7 @@ class Range:
     def __str__(self) -> str:
         bounds = [f"{'above' if self.above else 'at least'} {self.low:g}"]
         if self.high < math.inf:
+            # Not `:g`, which writes 2**32 - 1 as 4.29497e+09.
             bounds.append(f"{'below' if self.below else 'at most'} {self.high:.15g}")
         return " and ".join(["odd"] * self.odd + bounds)
 
@@ -82,6 +83,7 @@ class Kind:
             inner = cls.of(arguments[0])
             return replace(inner, notes=(*arguments[1:], *inner.notes))
         if origin in (Union, types.UnionType):
+            # `X | None` is an optional X; of several types, the code that uses the value decides.
             inside = [argument for argument in arguments if argument is not type(None)]
             return replace(cls.of(inside[0]) if len(inside) == 1 else cls(Any), optional=len(inside) < len(arguments))
         return replace(cls.of(arguments[0]), several=True) if origin is tuple else cls(annotation)
@@ -149,10 +151,12 @@ def _fault(name: str, value: Any, kind: Any, limits: Range | None) -> RequestErr
         return None if value in get_args(kind) else UnknownNameError.of(name, str(value), get_args(kind))
     if kind in (int, float):
         error = BudgetError if limits is BUDGET else RequestError
+        # In Python, True is a whole number too.
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
             return error(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
         if limits is None or float(value) in limits:
             return None
+        # People type 30 where they mean 30 %.
         hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
         return error(f"`{name}` must be {limits}, got {value}.{hint}")
     names = {bool: "True or False", str: "text"}
@@ -514,6 +518,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     """
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
+    # Groups of settings do not say which of their fields was chosen; `given_settings` compares these with the preset.
     given = frozenset(key for key, value in changes.items() if not is_dataclass(value))
     return replace(PRESETS[name], **{"given": given, **changes})
 
@@ -535,6 +540,7 @@ def with_settings(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         part, _, last = name.rpartition(".")
+        # One `replace` per group: its check sees all new values together.
         parts.setdefault(part, {})[last] = value
     top = parts.pop("", {})
     return replace(config, **top, **{part: replace(getattr(config, part), **inner) for part, inner in parts.items()})

@@ -44,6 +44,7 @@ def markdown_text(text: str) -> str:
         >>> markdown_text("<b>x</b> [y](z)")
         '&lt;b>x&lt;/b> [y]\\\\(z)'
     """
+    # `&` first: it is part of what the others become.
     for special, harmless in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("|", "\\|"), ("\r", " "), ("\n", " ")):
         text = text.replace(special, harmless)
     return text

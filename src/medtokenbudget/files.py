@@ -1,4 +1,5 @@
-"""Atomic writes, locks, JSON and tensors that carry a checksum, hashes of files, and files of the Hugging Face Hub.
+"""Atomic writes, locks, JSON and tensors that carry a checksum, hashes of files, files of the Hugging Face Hub, and where
+weights are on this machine.
 
 Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
 fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again. While a
@@ -26,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ LEFTOVER_SECONDS = 24 * 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PART = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[^.]*\.part$")
 _NAME_ROOM = 160
+_PLACES = 8
+"""Further copies of the same weights that are remembered, in case the last one is deleted."""
 _SEAL = "checksum"
 _cleaned: set[tuple[int, str]] = set()
 
@@ -55,6 +58,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
         if (key := (os.getpid(), os.path.abspath(target.parent))) not in _cleaned:
             _cleaned.add(key)
             remove_leftovers(target.parent)
+        # Names have at most 255 bytes, and a long one must leave room for the rest.
         prefix = f".{target.name[:_NAME_ROOM]}.{_machine()}-{os.getpid()}-"
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=target.parent)
         os.close(handle)
@@ -113,6 +117,7 @@ def remove_leftovers(folder: Path | str) -> None:
 
 def _left_behind(entry: os.DirEntry[str]) -> bool:
     status = entry.stat(follow_symlinks=False)
+    # In a shared folder, files of others are not ours to remove.
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         return False
     made_by = _PART.search(entry.name)
@@ -153,10 +158,9 @@ def read_json(path: Path | str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
-    except ValueError as error:
-        raise RequestError(f"{path} is not valid JSON ({error}). The file may be damaged; create it again.") from None
-    except RecursionError:
-        raise RequestError(f"{path} is nested too deeply. The file may be damaged; create it again.") from None
+    except (ValueError, RecursionError) as error:
+        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON ({error})"
+        raise RequestError(f"{path} {why}. The file may be damaged; create it again.") from None
     except OSError as error:
         raise RequestError(f"Cannot read {path}: {error.strerror or error}.") from None
 
@@ -269,6 +273,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
     """Write tensors and a JSON state as one safetensors file that carries its own hash; equal content gives equal bytes."""
     from safetensors.torch import save
 
+    # Sorted and cloned: equal content gives equal bytes, and tensors that share memory can be saved.
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
     text = json.dumps(state, sort_keys=True)
     # One key only: safetensors writes several in an order that changes from call to call.
@@ -310,6 +315,7 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
 
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
+        # Type and shape too: the same bytes mean other numbers in another type.
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -336,6 +342,7 @@ def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: 
     path = Path(folder).resolve() / name
     if path.parent.exists() and not path.parent.is_dir():
         raise RequestError(f"{folder} is a file, not a folder. Write to another place.")
+    # A lock belongs to an open file: the same thread would wait for itself when it opens the file again.
     key = (threading.get_ident(), str(path))
     if fcntl is None or key in _held:
         yield
@@ -440,3 +447,26 @@ def _answers() -> bool:
             return False
         _reached.add(constants.ENDPOINT)
     return not constants.HF_HUB_OFFLINE
+
+
+def remember(path: Path, sha256: str) -> None:
+    """Note for this user where the weights with this hash are; models and stores name them by hash alone."""
+    place = str(path.absolute())
+    others = [str(known) for known in remembered(sha256) if str(known) != place]
+    with contextlib.suppress(OSError, MedTokenBudgetError):  # a user without a home directory names the weights again
+        text = "\n".join([place, *others[:_PLACES]])
+        if not _note(sha256).is_file() or _note(sha256).read_text(encoding="utf-8") != text:
+            write_text(_note(sha256), text)
+
+
+def remembered(sha256: str) -> list[Path]:
+    """Return where the weights with this hash were last seen, as far as they are still there, the newest place first."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        return [path for line in _note(sha256).read_text(encoding="utf-8").splitlines() if (path := Path(line)).is_file()]
+    return []
+
+
+def _note(sha256: str) -> Path:
+    """Return the file in which this user's machine notes where the weights with this hash are."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "medtokenbudget" / "weights" / sha256

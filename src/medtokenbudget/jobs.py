@@ -105,6 +105,7 @@ _device = "auto"
 def _call(run: str, open_worker: OpenWorker, make: Make[Unit, Result], unit: Unit, device: str | None = None) -> Result:
     """Make one unit in a worker process, which opens its state once."""
     if run not in _opened:
+        # One state at a time: two backbones may not fit into a GPU.
         _opened.clear()
         _opened[run] = None if open_worker is None else open_worker(device or _device)
     [result] = make(_opened[run], [unit], _ignore)
@@ -116,6 +117,7 @@ def _in_processes(
 ) -> Iterator[tuple[Unit, Result]]:
     run = uuid.uuid4().hex
     with process_pool(len(devices), devices) as pool:
+        # All at once: the pool gives each worker the next unit when it has finished one.
         waiting = {pool.submit(_call, run, open_worker, make, unit): unit for unit in units}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
@@ -182,6 +184,7 @@ def _on_ray(
         waiting = {task.remote(*shared, unit, kind): unit for unit in units}
         try:
             while waiting:
+                # As they finish, so that a slow node holds nothing up.
                 [done], _ = ray.wait(list(waiting), num_returns=1)
                 result = ray.get(done)
                 yield waiting.pop(done), result

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +52,6 @@ def probability_matrix(frame: pd.DataFrame) -> np.ndarray:
 class Statistic:
     """A metric as a function of sums: `terms` gives [n, S] numbers an image, `value` maps their sums [..., S] to the metric."""
 
-    scope: Literal["labeled", "lesion"]
     terms: Callable[[pd.DataFrame, int], Floats]
     value: Callable[[Floats], Floats]
 
@@ -73,24 +71,16 @@ def _accuracy_terms(frame: pd.DataFrame, classes: int) -> Floats:
     return np.stack([correct, np.ones(len(frame))], 1).astype(float)
 
 
-def _calibration_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    gaps = metrics.calibration_bins(frame["label"], frame["predicted"], probability_matrix(frame))
-    return np.concatenate([gaps, np.ones((len(frame), 1))], 1)
+def _retention_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    return frame[["kept_lesion", "lesion"]].to_numpy(float)
 
 
-def _lesion_terms(*columns: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame, int], Floats]:
-    return lambda frame, classes: np.stack([np.asarray(column(frame), float) for column in columns], 1)
+def _ceiling_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    return np.stack([frame["kept_lesion"].to_numpy(float), reachable(frame["lesion"].to_numpy(float), frame["k"])], 1)
 
 
 def _quotient(sums: Floats) -> Floats:
     return ratio(sums[..., 0], sums[..., 1])
-
-
-def _quotient_of_quotients(sums: Floats) -> Floats:
-    return ratio(_quotient(sums[..., :2]), _quotient(sums[..., 2:]))
-
-
-_KEPT, _LESION, _K = itemgetter("kept_lesion"), itemgetter("lesion"), itemgetter("k")
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ class Metric:
         unit: `%` for fractions, which are shown in percent; `×` for ratios.
         axis: Label of the axis in figures; only metrics that have a curve over the budget need one.
         fact: Label of the large number in the summary, with {name} for the method; empty for metrics that are not shown there.
-        sums: The same as a function of sums over images, which intervals and tests need. The area under the ROC curve is none.
+        sums: The same as a function of sums over images; only metrics that are shown with intervals or in tests need one.
     """
 
     name: str
@@ -146,7 +136,7 @@ METRICS: dict[str, Metric] = {
             short="Acc.",
             axis="accuracy (%)",
             fact="accuracy of {name}",
-            sums=Statistic("labeled", _accuracy_terms, _quotient),
+            sums=Statistic(_accuracy_terms, _quotient),
         ),
         Metric(
             "macro_f1",
@@ -158,7 +148,7 @@ METRICS: dict[str, Metric] = {
             short="F1",
             axis="macro F1 (%)",
             fact="macro F1 of {name}",
-            sums=Statistic("labeled", _class_terms, _of_classes(metrics.macro_f1_of_counts)),
+            sums=Statistic(_class_terms, _of_classes(metrics.macro_f1_of_counts)),
         ),
         Metric(
             "balanced_accuracy",
@@ -169,7 +159,7 @@ METRICS: dict[str, Metric] = {
             ("interval", "test", "further"),
             term="Balanced accuracy",
             short="Bal.",
-            sums=Statistic("labeled", _class_terms, _of_classes(metrics.balanced_accuracy_of_counts)),
+            sums=Statistic(_class_terms, _of_classes(metrics.balanced_accuracy_of_counts)),
         ),
         Metric(
             "retention",
@@ -183,7 +173,7 @@ METRICS: dict[str, Metric] = {
             short="Ret.",
             axis="lesion patches kept (%)",
             fact="of the lesion kept by {name}",
-            sums=Statistic("lesion", _lesion_terms(_KEPT, _LESION), _quotient),
+            sums=Statistic(_retention_terms, _quotient),
         ),
         Metric(
             "retention_mean",
@@ -193,9 +183,6 @@ METRICS: dict[str, Metric] = {
             "masks",
             ("further",),
             term="Retention per image",
-            sums=Statistic(
-                "lesion", _lesion_terms(lambda rows: ratio(_KEPT(rows), _LESION(rows)), lambda rows: np.ones(len(rows))), _quotient
-            ),
         ),
         Metric(
             "retention_of_ceiling",
@@ -208,7 +195,7 @@ METRICS: dict[str, Metric] = {
             short="Ceil.",
             axis="share of the ceiling (%)",
             fact="of what is possible, by {name}",
-            sums=Statistic("lesion", _lesion_terms(_KEPT, lambda rows: reachable(_LESION(rows), _K(rows))), _quotient),
+            sums=Statistic(_ceiling_terms, _quotient),
         ),
         Metric(
             "smallest_quarter",
@@ -235,7 +222,6 @@ METRICS: dict[str, Metric] = {
             lambda cell: cell.retention.precision,
             "masks",
             ("further",),
-            sums=Statistic("lesion", _lesion_terms(_KEPT, _K), _quotient),
         ),
         Metric(
             "enrichment",
@@ -245,7 +231,6 @@ METRICS: dict[str, Metric] = {
             "masks",
             ("further",),
             unit="×",
-            sums=Statistic("lesion", _lesion_terms(_KEPT, _K, _LESION, itemgetter("n_patches")), _quotient_of_quotients),
         ),
         Metric(
             "ceiling",
@@ -269,7 +254,6 @@ METRICS: dict[str, Metric] = {
             lambda cell: metrics.expected_calibration_error(cell.label, cell.predicted, cell.probabilities),
             "labels",
             ("further",),
-            sums=Statistic("labeled", _calibration_terms, lambda sums: ratio(np.abs(sums[..., :-1]).sum(-1), sums[..., -1])),
         ),
         Metric(
             "purity",
@@ -352,6 +336,7 @@ def points(value: Any, digits: int = 1) -> str:
     if is_missing(value):
         return NOT_MEASURED
     text = f"{100 * float(value):+.{digits}f}"
+    # Neither +0.0 nor -0.0: what rounds to zero has no sign.
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
@@ -378,4 +363,5 @@ def plural(count: int, word: str) -> str:
 
 def budget_text(value: float) -> str:
     """Write a token budget, for example `0.3`, `1.0` or `0.25`."""
+    # 0.1 + 0.2 is 0.30000000000000004, and is written 0.3.
     return f"{value:.1f}" if abs(10 * value - round(10 * value)) < 1e-9 else f"{value:g}"

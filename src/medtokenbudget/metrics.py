@@ -151,6 +151,7 @@ def share_below(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike, level: 
         0.25
     """
     kept, _, best = _of_lesions(kept_lesion, lesion, k)
+    # Nine tenths are not exact in binary: 9 of 10 patches must not count as below.
     return float(ratio((kept < level * best - 1e-9).sum(), len(kept))) if not np.isnan(kept).any() else float("nan")
 
 
@@ -200,6 +201,7 @@ def agreement(
     for order, lesion in zip(orders, lesions):
         ranking, mask = np.asarray(order, int), np.asarray(lesion, bool)
         # Rankings [R], annotators [A]
+        # [R, A, K]: how much of each annotator's lesion each ranking has kept at each K.
         kept = mask.T[ranking].cumsum(1)[:, counts - 1].transpose(0, 2, 1)
         pairs = ~np.eye(len(mask), dtype=bool) if between else np.ones(kept.shape[:2], bool)
         sizes = np.broadcast_to(mask.sum(1)[:, None], kept.shape)
@@ -290,6 +292,7 @@ def _sums_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLi
         raise ShapeError(f"`kept_lesion` and `lesion` must be [n], `k` and `n_patches` [n] or numbers, got {shapes}.")
     counts, patches = np.broadcast_to(counts, sizes.shape), np.broadcast_to(patches, sizes.shape)
     best = reachable(sizes, counts)
+    # The only trace of arrays in different orders, which would give plausible numbers otherwise.
     if (wrong := np.flatnonzero(kept > best)).size:
         row = wrong[0]
         raise RequestError(
@@ -480,17 +483,11 @@ def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Flo
     return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
 
 
-def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> Floats:
-    """Return `[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
-    confidence, index = confidence_bins(probabilities)
-    gap = correct(label, predicted) - confidence
-    return np.where(index[:, None] == np.arange(ECE_BINS), gap[:, None], 0.0)
-
-
 def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> float:
     """Average over images |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
-    gaps = calibration_bins(label, predicted, probabilities)
-    return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
+    confidence, index = confidence_bins(probabilities)
+    gaps = np.bincount(index, correct(label, predicted) - confidence, ECE_BINS)
+    return float(np.abs(gaps).sum() / len(index)) if len(index) else float("nan")
 
 
 def reliability(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats, NDArray[np.int64]]:

@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_type_hints
 
+from medtokenbudget.config import check_values
 from medtokenbudget.errors import MedTokenBudgetWarning, RequestError, UnknownNameError
 
 T = TypeVar("T")
@@ -60,11 +61,18 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def create(self, name: str, **options: Any) -> T:
+        """Create an instance; its options must fit the annotations of the constructor, such as `Count`."""
         entry = self.get(name)
         try:
+            # Bound first: a TypeError inside the constructor is a defect and must show its traceback.
             inspect.signature(entry).bind(**options)
         except TypeError as error:
             raise RequestError(f"{self.kind.capitalize()} '{name}' cannot be created with {options}: {error}.") from None
+        try:
+            hints = get_type_hints(entry.__init__, include_extras=True)
+        except (NameError, AttributeError):  # another package may import the names of its annotations for type checkers only
+            hints = {}
+        check_values({option: (value, hints[option]) for option, value in options.items() if option in hints})
         return entry(**options)
 
     def options(self, instance: T, *given: str) -> dict[str, Any]:
@@ -79,6 +87,7 @@ class Registry(Generic[T]):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _load_entry_points(self) -> None:
+        # A notebook may add a folder with plug-ins later.
         if self._scanned == sys.path:
             return
         self._scanned[:] = sys.path

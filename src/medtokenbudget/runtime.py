@@ -139,6 +139,7 @@ def worker_devices(name: str, processes: int = 0) -> list[str]:
     device = resolve_device(name)
     if device.type == "cuda" and device.index is None:
         gpus = torch.cuda.device_count()
+        # In turn: two processes may share a GPU, but none stays idle.
         return [f"cuda:{process % gpus}" for process in range(processes or gpus)]
     return [str(device)] * (processes or (os.cpu_count() or 1 if device.type == "cpu" else 1))
 
@@ -170,15 +171,13 @@ def cpu_threads(number: int) -> Iterator[None]:
 
 
 def ordered_map(function: Callable[[Part], Result], parts: Iterable[Part], ahead: int, threads: int) -> Iterator[Result]:
-    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
-    if ahead < 1:
-        yield from map(function, parts)
-        return
+    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
     waiting: deque[Future[Result]] = deque()
     try:
         for part in parts:
             waiting.append(pool.submit(function, part))
+            # Bounded: results that nobody has asked for yet stay in memory.
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:

@@ -6,7 +6,7 @@ All check their shapes when they are created, so that a mismatch shows where it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -72,10 +72,11 @@ class TokenBatch:
     places: Tensor | None = None
 
     def __post_init__(self) -> None:
-        b, n, d = _three_axes("patches", "[B, N, D]", self.patches)
+        b, n, d = check_axes("patches", "[B, N, D]", self.patches)
         if self.places is not None:
             if tuple(self.places.shape) != (b, n):
                 raise ShapeError(f"`places` must be {[b, n]} for patches {[b, n, d]}, got {list(self.places.shape)}.")
+            # From here on N is the whole grid: luminance and lesion are known of all patches.
             n = self.grid[0] * self.grid[1]
         check_grid(self.grid, n)
         expected: dict[str, tuple[int, ...]] = dict.fromkeys((*SIGNALS, SEGMENTATION, "luminance", "lesion"), (b, n))
@@ -102,22 +103,15 @@ class TokenBatch:
     def dim(self) -> int:
         return self.patches.shape[2]
 
-    def _map(self, change: Any) -> TokenBatch:
-        tensors = {f.name: change(v) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        return replace(self, **tensors)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        return replace(self, **_tensors(self, lambda t: t.to(device, non_blocking=non_blocking)))
 
     def float(self) -> TokenBatch:
-        return self._map(lambda t: t.float() if t.is_floating_point() else t)
+        return replace(self, **_tensors(self, lambda t: t.float() if t.is_floating_point() else t))
 
-    def take(self, rows: Tensor | Sequence[int] | slice) -> TokenBatch:
-        if isinstance(rows, slice):
-            rows = range(len(self))[rows]
-        index = rows.long() if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.long)
-        ids = None if self.image_id is None else tuple(self.image_id[i] for i in index.tolist())
-        return replace(replace(self, image_id=None)._map(lambda t: t[index.to(t.device)]), image_id=ids)
+    def take(self, rows: Sequence[int]) -> TokenBatch:
+        ids = None if self.image_id is None else tuple(self.image_id[row] for row in rows)
+        return replace(self, image_id=ids, **_tensors(self, lambda t: t[list(rows)]))
 
     def require_finite(self, fields: Sequence[str] = ()) -> TokenBatch:
         """Return self, or raise an error that names the first image whose patches, or whose `fields`, are not finite."""
@@ -163,7 +157,7 @@ class Selection:
     scores: Tensor | None = None
 
     def __post_init__(self) -> None:
-        b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
+        b, k, _ = check_axes("tokens", "[B, K, D]", self.tokens)
         if tuple(self.weights.shape) != (b, k):
             raise ShapeError(f"`weights` must be {[b, k]}, got {list(self.weights.shape)}.")
         if self.kept is not None and self.kept.shape != self.assignment.shape:
@@ -177,7 +171,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device | str) -> Selection:
-        return replace(self, **{f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)})
+        return replace(self, **_tensors(self, lambda t: t.to(device)))
 
     def pooled(self) -> Tensor:
         """Average the K tokens, [B, D], in fp32. Weighted by size, merged ones would give the same mean at every budget."""
@@ -201,7 +195,7 @@ class TokenSet:
     grid: tuple[int, int]
 
     def __post_init__(self) -> None:
-        b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
+        b, k, _ = check_axes("tokens", "[B, K, D]", self.tokens)
         if tuple(self.weights.shape) != (b, k) or tuple(self.positions.shape) != (b, k, 2):
             raise ShapeError(
                 f"`weights` must be {[b, k]} and `positions` {[b, k, 2]}, "
@@ -230,6 +224,7 @@ class TokenSet:
             positions = selection.attention.float() @ places
         else:
             member = torch.nn.functional.one_hot(selection.assignment + 1, selection.k + 1)[..., 1:].float().transpose(1, 2)
+            # Of a token that no patch went to the position is 0, not NaN.
             positions = member @ places / member.sum(2, keepdim=True).clamp_min(1)
         return cls(selection.tokens.float(), torch.ones_like(selection.weights, dtype=torch.float32), positions, grid)
 
@@ -240,10 +235,15 @@ class TokenSet:
         return cls(patches.float(), mask.float(), positions, grid)
 
 
-def _three_axes(name: str, axes: str, tokens: Tensor) -> tuple[int, int, int]:
-    if tokens.ndim != 3:
-        raise ShapeError(f"`{name}` must be {axes}, got {list(tokens.shape)}.")
-    return tokens.shape[0], tokens.shape[1], tokens.shape[2]
+def _tensors(record: TokenBatch | Selection, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {field.name: change(v) for field in fields(record) if isinstance(v := getattr(record, field.name), Tensor)}
+
+
+def check_axes(name: str, axes: str, values: Tensor) -> torch.Size:
+    """Return the shape of a tensor, or raise a ShapeError unless it has these axes, such as '[B, N, D]'."""
+    if values.ndim != axes.count(",") + 1:
+        raise ShapeError(f"`{name}` must be {axes}, got {list(values.shape)}.")
+    return values.shape
 
 
 def _places(grid: tuple[int, int], device: torch.device) -> Tensor:

@@ -19,10 +19,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from medtokenbudget.api import extract
-from medtokenbudget.backbone.backbone import PACKAGED, WEIGHTS_FILE, Backbone, Preprocessing, build, find_recipe, located, luminance
+from medtokenbudget.backbone.backbone import PACKAGED, WEIGHTS_FILE, Backbone, Preprocessing, build, find_recipe, luminance
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import decode_image
 from medtokenbudget.errors import GridError, RequestError, ShapeError, WorkError
+from medtokenbudget.model.saved import located
 from tests.backbone.tiny import tiny_manifest
 from tests.hub import serving
 

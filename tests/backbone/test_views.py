@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from medtokenbudget.backbone import views
+from medtokenbudget.config import ExtractConfig
 from medtokenbudget.errors import UnknownNameError
 
 ASYMMETRIC = np.arange(6, dtype=np.uint8).reshape(2, 3)
@@ -55,7 +56,7 @@ def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_ma
     assert views.views_of("off-center", "train", has_mask=True, crops=3)[1:] == ("off-center", "off-center-2", "off-center-3")
     assert views.views_of("off-center", "val", has_mask=True, crops=3) == ("identity", "off-center")
     with pytest.raises(UnknownNameError, match="dihedral"):
-        views.views_of("diedral", "train", has_mask=True)
+        ExtractConfig(views="diedral")
 
 
 def test_augmented_views_turn_image_and_mask_alike_and_change_color_within_a_fifth() -> None:

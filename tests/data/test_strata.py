@@ -33,14 +33,14 @@ EVERYWHERE = np.ones((SIZE, SIZE), bool)
 def test_hair_is_found_and_more_hair_is_more() -> None:
     canvas, rng = Canvas(SIZE), np.random.default_rng(1)
     none, some, dense = (drawn_on(skin(), lambda p, n=n: hair(p, canvas, rng, "dark", n)) if n else skin() for n in (0, 6, 40))
-    shares = [strata.hair(picture, EVERYWHERE) for picture in (none, some, dense)]
+    shares = [strata.thin_structures(picture).mean() for picture in (none, some, dense)]
     assert shares[0] == 0
     assert 0.005 < shares[1] < shares[2]
     assert shares[2] > 0.03
     # A dark disc is neither thin nor long.
     y, x = np.mgrid[:SIZE, :SIZE]
     disc = np.where(((y - 64) ** 2 + (x - 64) ** 2 < 30**2)[..., None], 0.2, skin())
-    assert strata.hair(disc.astype(np.float32), EVERYWHERE) < 0.005
+    assert strata.thin_structures(disc.astype(np.float32)).mean() < 0.005
 
 
 @pytest.mark.parametrize(("kind", "dark"), [("circle", 4), ("full", 0)])

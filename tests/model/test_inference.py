@@ -16,6 +16,7 @@ import medtokenbudget as mtb
 from medtokenbudget.data import decode_image
 from medtokenbudget.errors import BudgetError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.model import ImageSource, MedTokenBudget, Prediction, expand
+from medtokenbudget.model.inference import as_pixels
 from tests.small_model import CLASSES
 
 
@@ -207,3 +208,7 @@ def test_a_prediction_of_a_file_holds_no_decoded_picture(
     predicted = model.predict(images)
     assert len(predicted) == len(pictures) == 5
     assert [reference() for reference in pictures] == [None] * 5
+
+
+def test_white_that_rounding_left_above_1_stays_white() -> None:
+    assert as_pixels(torch.full((1, 3, 2, 2), 1 + 0.5 / 255)).unique().tolist() == [255]

@@ -53,6 +53,18 @@ def test_a_selector_of_an_installed_package_is_found(site):
     assert selector.select(tokens_of(), 5).k == 5
 
 
+def test_options_are_checked_by_their_annotations_where_these_can_be_read(site):
+    options = "    def __init__(self, width: WIDTH = 1):\n        super().__init__()\n        self.width = width\n"
+    unread = "from __future__ import annotations\n" + PLUGIN + "\n" + options.replace("WIDTH", "known_to_type_checkers.Width")
+    install(site, "unread_plugin", "unread = unread_plugin:Brightness", unread)
+    assert create_selector("unread", width=0).width == 0
+    read = "from medtokenbudget.config import Count\n" + PLUGIN + "\n" + options.replace("WIDTH", "Count")
+    install(site, "read_plugin", "read = read_plugin:Brightness", read)
+    SELECTORS._scanned.clear()
+    with pytest.raises(RequestError, match="`width` must be at least 1, got 0"):
+        create_selector("read", width=0)
+
+
 @pytest.mark.parametrize(
     ("entry", "source", "reason"),
     [

@@ -32,5 +32,5 @@ def test_diffrate_at_its_ends_only_merges_or_only_drops(dropped):
     tokens = clustered()
     selection = create_selector("diffrate", dropped=dropped).select(tokens, K)
     assert selection.weights.sum(1).tolist() == [N if dropped == 0 else K] * 2
-    with pytest.raises(RequestError, match="dropped must be in"):
+    with pytest.raises(RequestError, match="`dropped` must be at least 0 and at most 1"):
         create_selector("diffrate", dropped=1.5)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from medtokenbudget.errors import CountError
+from medtokenbudget.errors import RequestError
 from medtokenbudget.routing import TokenBatch, create_selector
 from tests.routing.batches import clustered, each, mean, ranked
 
@@ -37,5 +37,5 @@ def test_dpc_knn_gives_k_groups_of_identical_patches():
     selection = create_selector("dpc-knn").select(TokenBatch(torch.ones(1, 20, 4), (4, 5)), 6)
     assert sorted(selection.weights[0].tolist()) == [1, 1, 1, 1, 1, 15]
     torch.testing.assert_close(selection.tokens, torch.ones(1, 6, 4))
-    with pytest.raises(CountError, match="neighbors"):
+    with pytest.raises(RequestError, match="`neighbors` must be at least 1, got 0"):
         create_selector("dpc-knn", neighbors=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medtokenbudget.errors import CountError
+from medtokenbudget.errors import RequestError
 from medtokenbudget.routing import create_selector
 from tests.routing.batches import clustered, each, ranked, same_groups
 
@@ -31,5 +31,5 @@ def test_k_medoids_alternates_assignment_and_medoids():
             medoids = [min(g, key=lambda i, g=g, s=squared, a=attention: sum(a[j] * s[i][j] for j in g)) for g in groups]
         assert torch.equal(selection.tokens[row], tokens.patches[row, medoids])
         assert same_groups(selection.assignment[row], [set(g) for g in assigned(medoids)])
-    with pytest.raises(CountError, match="iterations"):
+    with pytest.raises(RequestError, match="`iterations` must be at least 1, got 0"):
         create_selector("k-medoids", iterations=0)

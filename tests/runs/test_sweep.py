@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
-from medtokenbudget.backbone.backbone import located
 from medtokenbudget.cli import main
 from medtokenbudget.config import BUDGETS, BackboneConfig, TrainConfig, train_config_from_dict
 from medtokenbudget.errors import MismatchError, UnknownNameError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.heads import head as heads
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model.saved import located
 from medtokenbudget.routing import Ranker, register_selector
 from medtokenbudget.routing import base as selectors
 from medtokenbudget.runs import Method, Run, sweep

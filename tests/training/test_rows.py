@@ -13,7 +13,7 @@ from medtokenbudget.backbone import extract
 from medtokenbudget.config import ExtractConfig
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.training.rows import TrainingRows, class_weights, draw_views, epoch_order, generator
+from medtokenbudget.training.rows import TrainingRows, class_weights, draw_views, epoch_order, generator, held_out
 from tests.drawn import Drawn, quick
 from tests.small_model import small_backbone
 
@@ -33,6 +33,17 @@ def test_the_strict_protocol_selects_on_images_that_are_neither_trained_nor_repo
     assert reported
     assert not trained & selected
     assert not (trained | selected) & reported
+
+
+def test_every_class_gives_its_share_in_whole_groups_whatever_the_order_of_the_rows() -> None:
+    labels = np.repeat([0, 1, 2], [100, 50, 10])
+    assert np.bincount(labels[held_out(labels, [str(row) for row in range(160)], 0.2, seed=3)]).tolist() == [20, 10, 2]
+    rng = np.random.default_rng(0)
+    labels, groups = rng.integers(0, 3, 200), np.array([f"g{g}" for g in rng.integers(0, 80, 200)])
+    order = rng.permutation(200)
+    chosen = held_out(labels, list(groups), 0.3, seed=4)
+    assert not {*groups[chosen]} & {*groups[~chosen]}
+    np.testing.assert_array_equal(chosen[order], held_out(labels[order], list(groups[order]), 0.3, seed=4))
 
 
 @pytest.mark.parametrize("preset", ["paper", "lesion-first"])

@@ -37,9 +37,6 @@ class RowError:
     view: str
     reason: str
 
-    def to_json(self) -> dict[str, str]:
-        return dict(vars(self))
-
 
 def reason(error: Exception, file: Path | str) -> str:
     """Say why a file could not be used, without its folder: a store is shared, and names no place of this machine."""
@@ -98,6 +95,7 @@ def annotate(
         # Off-center rows of an image without a mask were made for another manifest, in which it has one.
         usable = {rows[number].view: number for number in rows_of[image] if mask_file or not is_off_center(rows[number].view)}
         for failure in failures_of[image]:
+            # A row that failed once may have been made since, in a later shard.
             if failure.view not in usable and (mask_file or not is_off_center(failure.view)):
                 errors[i, failure.view] = failure.reason
         for view in sorted(usable, key=view_order):
@@ -106,6 +104,7 @@ def annotate(
                 errors[i, view] = f"{mask_file.name} cannot be read."
                 continue
             if mask_file is not None:
+                # With the size of the image: a mask is refused if its aspect ratio is another one.
                 key = sha256_json([mask, *row.size, row.geometry.to_json()])
                 wanted[mask_file][key] = row
             taken.append((i, usable[view], key))
@@ -114,11 +113,13 @@ def annotate(
     taken = [one for one in taken if one[2] not in reasons]
     about: dict[str, Any] = {"name": manifest.name, "hash": manifest.hash, "source": manifest.source}
     for name, hashes in (("images", images), ("masks", masks)):
+        # Kept with the lesion patches, so that a store opens on a machine that has neither images nor masks.
         about[name] = {image_id: digest for image_id, digest in zip(manifest.ids, hashes) if digest is not None}
     if set(lesions) != set(cached) or any(before.get(name) != about[name] for name in ("images", "masks")):
         _write_cache(cache, lesions, n, about)
     nothing = np.zeros((2, n), np.uint8)
     patches = np.array([nothing if key is None else lesions[key] for _, _, key in taken], np.uint8).reshape(-1, 2, n)
+    # In the order of the manifest, so that `errors.jsonl` has equal bytes for equal data.
     in_order = sorted(errors, key=lambda place: (place[0], view_order(place[1])))
     return Annotation(
         classes=manifest.classes,
@@ -233,6 +234,7 @@ class FileIndex:
         """
         absolute = [None if path is None else os.path.abspath(path) for path in paths]
         with ThreadPoolExecutor(_THREADS, "mtb-hash") as pool:
+            # Each file once, however many rows name it.
             hashes = dict(pool.map(lambda path: (path, self._hash(path, again)), {path for path in absolute if path is not None}))
         return [None if path is None else hashes[path] for path in absolute]
 

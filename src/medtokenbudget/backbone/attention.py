@@ -81,6 +81,7 @@ def _inputs(
     **_: Any,
 ) -> Inputs:
     bias = None if attn_mask is None else attn_mask.squeeze(0)
+    # A mask of bools forbids pairs, and one with a batch axis differs between images; neither is a bias of all images.
     if is_causal or (bias is not None and (bias.dtype == torch.bool or bias.ndim > 3)):
         raise RequestError("The attention of this backbone is masked, so its patches do not all see each other. Choose another.")
     return Inputs(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, value, bias)
@@ -106,6 +107,7 @@ class AttentionTap:
         for module in modules:
             if hasattr(module, "fused_attn"):
                 module.fused_attn = True  # an environment variable can switch it off, and then there is no call to record
+        # Also called when the pass fails: else the watch would stay entered and record every later attention.
         self._hooks = (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
@@ -182,6 +184,7 @@ def normalized_entropy(weights: Tensor) -> Tensor:
     n = weights.shape[-1]
     if n < 2:
         raise RequestError("Attention entropy needs at least two patches. Use a larger image or smaller patches.")
+    # xlogy is 0 for a weight of 0, where w log w is NaN.
     return 1.0 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
 
 
@@ -218,6 +221,7 @@ def _rollout(block: _Block) -> Tensor:
 REGISTRY = {
     # The patch weights of a row do not sum to one, because the softmax includes the prefix tokens. Eq. 1 takes them all the same.
     "attention_entropy": Signal(lambda b: normalized_entropy(b.weights[:, b.prefix :, b.prefix :]), pseudo=True),
+    # A copy, since a view of one row would keep the whole [b, T, T] in memory.
     "cls_attention": Signal(lambda b: b.weights[:, 0, b.prefix :].clone(), needs_cls=True, pseudo=True),
     "received_attention": Signal(lambda b: b.weights[:, b.prefix :, b.prefix :].mean(1), pseudo=True),
     "value_norm": Signal(
@@ -229,9 +233,7 @@ REGISTRY = {
 """Signals by name, those of `SIGNALS` in the same order."""
 
 
-def reduce_attention(
-    inputs: Inputs, prefix: int, names: Sequence[str] = DEFAULT, earlier: Tensor | None = None
-) -> dict[str, Tensor]:
+def reduce_attention(inputs: Inputs, prefix: int, names: Sequence[str], earlier: Tensor | None = None) -> dict[str, Tensor]:
     """Compute signals of the N patches, [B, N] or [B, N, d], from the inputs of the attention of T = prefix + N tokens.
 
     `earlier` is the [B, T, T] rollout of the blocks before, for the signal `rollout`.
@@ -255,7 +257,7 @@ def cosine_attention(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.softmax(query @ key.transpose(1, 2) / PSEUDO_TEMPERATURE, dim=-1)
 
 
-def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:
+def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str]) -> dict[str, Tensor]:
     """Compute signals from `cosine_attention` of patches [B, N, D] and class tokens [B, D], if query and key cannot be captured.
 
     Rows sum to one here, because there are no prefix tokens among the keys.

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +26,10 @@ from torch.nn import functional as F
 
 from medtokenbudget.backbone import attention
 from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid, vision_tower
-from medtokenbudget.config import BackboneConfig
+from medtokenbudget.config import BackboneConfig, plain
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.errors import GridError, MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
-from medtokenbudget.files import fetch, read_sealed, sha256_file, write_sealed, write_text
+from medtokenbudget.errors import GridError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
+from medtokenbudget.files import fetch, read_sealed, remember, sha256_file, write_sealed
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import TokenBatch
 
@@ -47,8 +46,6 @@ PIXEL_GRID = (16, 16)
 HUB = "hf:"
 """Start of the names of backbones that transformers loads: 'hf:owner/name', or 'hf:folder'."""
 _AGAIN = "Copy the folder of the backbone again; if it is part of this package, install medtokenbudget again."
-_PLACES = 8
-"""Further copies of the same weights that are remembered, in case the last one is deleted."""
 
 
 _RESAMPLING = {
@@ -76,7 +73,7 @@ class Preprocessing:
             raise RequestError(f"Unknown interpolation '{self.interpolation}' of the backbone. Available: {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {key: plain(value) for key, value in asdict(self).items()}
 
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Resize the whole RGB image to uint8 [S, S, 3]. Nothing is cropped, so masks stay aligned."""
@@ -91,15 +88,17 @@ class Preprocessing:
         """Normalize images with mean and standard deviation, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         if images.ndim != 4 or images.shape[-1] != 3:
             raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
-        mean, std = self._statistics(images.device)
+        mean, std = self.statistics(images.device)
         pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        # In place, and the division by 255 and by the deviation as one product: two passes over the batch instead of three.
         return pixels.mul_(1.0 / (255.0 * std)).sub_(mean / std)
 
     def denormalize(self, images: Tensor) -> Tensor:
-        mean, std = self._statistics(images.device)
+        mean, std = self.statistics(images.device)
         return images * std + mean
 
-    def _statistics(self, device: torch.device) -> list[Tensor]:
+    def statistics(self, device: torch.device) -> list[Tensor]:
+        """Return mean and standard deviation, [1, 3, 1, 1] each."""
         return [torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std)]
 
 
@@ -157,6 +156,7 @@ class Backbone:
         if config.attention == "pseudo":
             # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
             self.fingerprint["pseudo_temperature"] = attention.PSEUDO_TEMPERATURE
+        # timm's own attention is known to be recorded; any other must prove it.
         if self._tap is not None and not isinstance(getattr(encoder.blocks[self.layer], "attn", None), Attention):
             self(torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype))  # fails now, not in the middle of the work
 
@@ -171,12 +171,14 @@ class Backbone:
         recipe = find_recipe(config.name)
         model = build(config.name, config.image_size, recipe)
         path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
+        # A missing file is an error of `load_weights`, which says more.
         digest = sha256_file(path) if path.is_file() else ""
         if recipe is not None and path == recipe.weights and digest not in ("", recipe.sha256):
             raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG_FILE}. {_AGAIN}")
         load_weights(model, path)
+        # Weights of the hub and of this package are found by name; others only by this note.
         if config.weights is not None or (recipe is not None and config.name not in PACKAGED):
-            _remember(path, digest)
+            remember(path, digest)
         return cls(model, config, digest, device)
 
     @classmethod
@@ -314,8 +316,7 @@ class Glance(Pixels):
 
     def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
         """Return patches of images [B, 3, S, S]: the 3 p p numbers of their pixels, then their features."""
-        pixels, about = super().tokens(images, signals), self.seen.preprocessing
-        mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (about.mean, about.std))
+        pixels, (mean, std) = super().tokens(images, signals), self.seen.preprocessing.statistics(images.device)
         shrink, spread = self._shrink.to(images), self._spread.to(images)
         small = (shrink @ images @ shrink.T - mean) / std
         seen: list[Tensor] = self.model.forward_intermediates(
@@ -376,7 +377,7 @@ def find_recipe(name: str) -> Recipe | None:
         raise RequestError(f"{folder / CONFIG_FILE} does not describe a backbone: {error}.") from None
 
 
-def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
+def build(name: str, image_size: int, recipe: Recipe | None) -> Model:
     if recipe is None and not timm.is_model(name.split(".")[0]):
         known = timm.list_models(["*vit*", "eva*", "beit*", "deit*"], pretrained=True)
         close = difflib.get_close_matches(name, [*PACKAGED, *PUBLISHED, PIXELS, *known], n=1, cutoff=0.5)
@@ -407,7 +408,9 @@ def load_weights(model: Model, path: Path) -> None:
         state = _tensors(path) if path.suffix.lower() in (".pth", ".pt", ".bin", ".ckpt") else load_file(path)
     except (SafetensorError, OSError) as error:
         raise RequestError(f"{path} is not a valid safetensors file ({error}). Download it again.") from None
+    # Some checkpoints are in half precision; the backbone computes in fp32.
     state = {key: value.float() for key, value in state.items()}
+    # The family's own filter, which renames keys of other layouts and resamples positions.
     filter_fn = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", checkpoint_filter_fn)
     try:
         state = filter_fn(state, model)
@@ -427,6 +430,7 @@ def load_weights(model: Model, path: Path) -> None:
     problems = "\n".join(f"  {what} ({len(keys)}): {listed(keys)}" for what, keys in differences.items() if keys)
     if problems:
         raise RequestError(f"{path} has not the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
+    # Strict: a layer that keeps its random weights would give tokens that look plausible.
     model.load_state_dict(state, strict=True)
 
 
@@ -451,44 +455,6 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {key: value for key, value in (encoder or state).items() if isinstance(value, Tensor) and not key.startswith(unused)}
 
 
-def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
-    """Point a configuration that was read from a file to the weights with this hash on this machine, or in the folder `beside`.
-
-    Stores and models are shared, so they name weights by file name and hash. Where the file is, only this user's machine knows.
-    """
-    known = _remembered(sha256)
-    if config.weights is not None:
-        places = [config.weights] if config.weights.is_absolute() else []
-        places += [beside / config.weights.name] if beside is not None else []
-        return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
-    if config.name.startswith(HUB):
-        homes = (f"{HUB}{path.parent}" for path in known if path.parent.name == config.name.removeprefix(HUB))
-        return replace(config, name=next(homes, config.name))
-    folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
-    return replace(config, name=next((folder for folder in folders if find_recipe(folder) is not None), config.name))
-
-
-def _remember(path: Path, sha256: str) -> None:
-    place = str(path.absolute())
-    others = [str(known) for known in _remembered(sha256) if str(known) != place]
-    with suppress(OSError, MedTokenBudgetError):  # a user without a home directory names the weights again
-        text = "\n".join([place, *others[:_PLACES]])
-        if not _note(sha256).is_file() or _note(sha256).read_text(encoding="utf-8") != text:
-            write_text(_note(sha256), text)
-
-
-def _remembered(sha256: str) -> list[Path]:
-    with suppress(OSError, ValueError, RuntimeError):
-        return [path for line in _note(sha256).read_text(encoding="utf-8").splitlines() if (path := Path(line)).is_file()]
-    return []
-
-
-def _note(sha256: str) -> Path:
-    """Return the file in which this user's machine notes where the weights with this hash are."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "medtokenbudget" / "weights" / sha256
-
-
 def _from_hub(name: str, model: Model) -> Path:
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
@@ -511,6 +477,7 @@ def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Ba
     if config.weights is not None:
         raise RequestError(f"'{config.name}' brings its weights along. Leave out `weights`, or name another folder.")
     try:
+        # Never a pickled checkpoint, which could run code.
         found = AutoModel.from_pretrained(source, use_safetensors=True)
     except (OSError, ValueError) as error:  # no such folder or repository, no network, no safetensors, no such architecture
         raise WorkError(f"transformers cannot load '{source}': {first_line(error)}") from None
@@ -519,7 +486,7 @@ def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Ba
     model.name_or_path = source
     digest = _sha256_state(model)
     if (file := Path(source) / CONFIG_FILE).is_file():
-        _remember(file, digest)
+        remember(file, digest)
     return Backbone(model, config, digest, device)
 
 
@@ -532,6 +499,7 @@ def _shared_name(name: str) -> str:
 
 def _sha256_state(model: Model) -> str:
     digest = hashlib.sha256()
+    # Sorted: the order of a state dict follows the code of the model, not its weights.
     for key, value in sorted(model.state_dict().items()):
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().numpy().tobytes())

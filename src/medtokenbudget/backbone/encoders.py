@@ -66,6 +66,7 @@ class Places(NamedTuple):
         kept = torch.zeros(real.shape, dtype=tokens.dtype, device=tokens.device).masked_fill(~real, -torch.inf)
         parts = [kept.new_zeros(kept.shape[0], prefix), kept]
         if self.dropped is not None:
+            # A softmax counts a token n times if log n is added to its logit; log 0 = -inf takes away one that stands for none.
             parts.append(self._size.to(tokens.dtype).log())
         return torch.cat(parts, 1)[:, None, None]
 
@@ -165,6 +166,7 @@ class PlainViT(Encoder):
             x, positions = self._positioned(part(images))
         else:
             patches = part.norm(embed_patches(part.proj, images, indices))
+            # Positions do not depend on the pixels: those of one blank image serve the whole batch.
             d, (h, w) = patches.shape[-1], self.grid(*images.shape[-2:])
             # Which prefix tokens there are, in which order and with which positions, differs: the model itself says it.
             dynamic = getattr(self.model, "dynamic_img_size", False)
@@ -180,6 +182,7 @@ class PlainViT(Encoder):
         for number in range(first, end):
             options = self._options(number, positions, places, bias)
             block = self.blocks[number]
+            # The reentrant form takes no keywords, which carry positions and bias.
             x = checkpoint(block, x, use_reentrant=False, **options) if again else block(x, **options)
         return x
 
@@ -341,6 +344,7 @@ class TransformersViT(PlainViT):
 
     @property
     def patch(self) -> tuple[int, int]:
+        # Their patches do not overlap: kernel and stride are equal.
         p, q = self._conv.kernel_size
         return int(p), int(q)
 
@@ -534,6 +538,7 @@ def swapped(module: Any, parts: Mapping[nn.Module, nn.Module]) -> Any:
     children = {name: child and swapped(child, parts) for name, child in module._modules.items()}
     if all(children[name] is child for name, child in module._modules.items()):
         return module
+    # A shallow copy: parameters and buffers stay the same objects.
     view = copy.copy(module)
     view._modules = children
     return view

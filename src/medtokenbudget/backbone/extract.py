@@ -108,7 +108,7 @@ def extract(
                 pass
         opened = FeatureStore.open(path, manifest, partial=True)
         if not opened.missing:
-            write_lines(path / "errors.jsonl", (error.to_json() for error in opened.errors))
+            write_lines(path / "errors.jsonl", map(vars, opened.errors))
             remove_leftovers(path)
         return opened
 
@@ -204,6 +204,7 @@ def _plan_units(
     units: list[ShardUnit] = []
     rows = 0
     for index, keys in sorted(planned.items()):
+        # By number, not in blocks: the jobs of an array get equal work while the plan grows.
         if index % shards[1] != shards[0]:
             continue
         if index in finished:
@@ -262,6 +263,7 @@ def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -
         shards = stores.read_plan(store)
         planned = {key for rows in shards.values() for key in rows} - again
         missing = [key for key in keys if key not in planned]
+        # A number is never given out twice, so that a finished shard keeps its rows.
         first = max(shards, default=-1) + 1
         for number, start in enumerate(range(0, len(missing), size)):
             shards[first + number] = tuple(missing[start : start + size])
@@ -371,6 +373,7 @@ def _decode(items: tuple[Item, ...], backbone: Backbone | PatchScorer, view_seed
         if not first.image_file:
             raise RequestError("The image left the manifest before it was extracted.")
         image = decode_image(first.image_file)
+        # After decoding: a file that is replaced between hashing and decoding would pass otherwise.
         if sha256_file(first.image_file) != first.image:
             raise RequestError(f"{Path(first.image_file).name} changed while it was extracted. Run `mtb extract` again.")
     except RequestError as error:
@@ -415,6 +418,7 @@ def _compute(
                 advice = "Close other programs, or use a smaller backbone."
                 raise WorkError(f"Not enough memory on {backbone.device} for a batch of one image. {advice}")
             else:
+                # Of the batch that failed, not of the request: the last batch of a shard may be smaller.
                 made.batch_size = len(part) // 2
                 batches = f"Continuing shard {unit.index} with batches of {made.batch_size}."
                 say(f"Out of memory with a batch of {len(part)} images. {batches}")
@@ -481,6 +485,7 @@ def _add_signals(store: Path, unit: ShardUnit, record: Record, made: _Computed) 
     place_of = {row.key: place for place, row in enumerate(record.rows)}
     places = [place_of[row.key] for row in made.rows]
     stored = MappedField(store, unit.index, "patches", record.fields["patches"])
+    # Tokens of other weights or another library would give signals of another network.
     similar = not any(failure.kind == "tokens" for failure in made.failures)
     for place, now in zip(places, np.concatenate(made.parts.get("patches", [np.empty(0)]))):
         one, two = stored.array[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()

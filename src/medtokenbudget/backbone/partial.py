@@ -99,10 +99,11 @@ class EarlyBackbone(Backbone):
         RequestError: The backbone cannot run on a part of its patches.
     """
 
+    encoder: PlainViT
+
     def __init__(self, dense: Backbone, route: EarlyRoute) -> None:
         self.__dict__.update(vars(dense))
-        partial_encoder(dense.model, dense.config.name)
-        self.route = route
+        self.encoder, self.route = partial_encoder(dense.model, dense.config.name), route
         self.fingerprint = {**dense.fingerprint, "route": route.settings}
         # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
         for block in self.encoder.blocks:
@@ -124,19 +125,13 @@ class EarlyBackbone(Backbone):
                 scores = self.route.score(self.preprocessing.denormalize(resize(images, (self.route.size, self.route.size))))
                 scores = resize_scores(scores, self.route.grid, self.grid)
             else:
-                scores = self.route.score(self._seen(x))
+                scores = self.route.score(block_tokens(self.encoder, x, self.grid, self._tap, self.route.requires))
             return scores.topk(self.route.k, dim=1).indices, None
 
-        assert isinstance(self.encoder, PlainViT)
         x, places = routed_pass(self.encoder, images, choose, self.route.block, self.layer + 1)
         x = self.encoder.norm(x)
         cls = x[:, 0] if self.has_cls else None
         return TokenBatch(x[:, self.prefix :], self.grid, cls=cls, places=places.indices)
-
-    def _seen(self, x: Tensor) -> TokenBatch:
-        """Return what the router reads of the block in front of the pruned one."""
-        assert isinstance(self.encoder, PlainViT)
-        return block_tokens(self.encoder, x, self.grid, self._tap, self.route.requires)
 
 
 def block_tokens(

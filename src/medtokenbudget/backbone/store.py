@@ -177,6 +177,7 @@ class Record:
             failures = tuple(FailedRow(**failure) for failure in value["failures"])
             fields = {name: Field(dtype, tuple(shape), tuple(sums)) for name, (dtype, shape, sums) in value["fields"].items()}
             return Record(rows, failures, value["batch_size"], value["settings"], fields)
+        # What cannot be read counts as never written: the shard is made again.
         except (RequestError, ValueError, KeyError, TypeError):
             return None
 
@@ -194,6 +195,7 @@ def check_shard(store: Path, index: int, planned: Sequence[Key]) -> tuple[Record
     record = Record.read(store, index)
     if record is None or sorted(record.keys) != sorted(planned):
         return None, [record_path(store, index).name]
+    # Sizes only: reading every file of a store would take as long as an epoch. Rows are checked when they are read.
     sizes = {field_path(store, index, name): field.file_bytes for name, field in record.fields.items()}
     broken = [path.name for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size]
     return None if broken else record, broken
@@ -375,6 +377,7 @@ class FeatureStore:
         """Hash of what the rows were made from and how, and of their annotations; other images in the store do not change it."""
         if self.annotation is None:
             return sha256_json([settings_hash(self.config), [row.key for row in self.stored], []])
+        # By the hashes of the images: the same rows in another order of shards are the same data.
         rows = [self.stored[row].key for row in self.annotation.tokens]
         lesion = hashlib.sha256(np.packbits(self.annotation.lesion).tobytes()).hexdigest()
         about = [list(self.classes), self.ids, self.annotation.label.tolist(), self.annotation.has_mask.tolist(), lesion]
@@ -436,6 +439,7 @@ class FeatureStore:
         for shard in np.unique(self._shard).tolist():
             places = self._place[self._shard == shard].tolist()
             for name, field in self.records[shard].fields.items():
+                # A signal that was added later may be missing for images whose files were gone.
                 counts[name] += sum(field.checksums[place] is not None for place in places)
         return counts
 
@@ -471,12 +475,10 @@ class FeatureStore:
         rows: RowNumbers,
         batch_size: int,
         generator: torch.Generator | None = None,
-        prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
         signals: Sequence[str] = (),
     ) -> Iterator[TokenBatch]:
-        """Read rows in batches of `batch_size`, shuffled by `generator` if given; two threads read `prefetch` batches ahead, 0 uses
-        none.
+        """Read rows in batches of `batch_size`, shuffled by `generator` if given; two threads read two batches ahead.
 
         `signals` are read in addition to the default ones, such as `selector.requires`; names of other fields are ignored.
         """
@@ -489,7 +491,7 @@ class FeatureStore:
             self._pool = ((batch_size, dtype), _BufferPool())
         pool = self._pool[1]
         parts = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
-        return ordered_map(lambda part: self._read(part, dtype, pool, signals), parts, prefetch, min(prefetch, _READERS))
+        return ordered_map(lambda part: self._read(part, dtype, pool, signals), parts, _READERS, _READERS)
 
     def _checked(self, rows: RowNumbers, signals: Sequence[str]) -> np.ndarray:
         index = np.asarray(rows, np.int64).reshape(-1)
@@ -568,6 +570,7 @@ def info(path: Path | str) -> dict[str, Any]:
     """
     store = FeatureStore.open(path, partial=True)
     views = Counter(row.view for row in store.stored)
+    # An image that cannot be read is here too: another extraction would not add it.
     here = {row.image for row in store.stored if row.view == IDENTITY} | {failure.image for failure in store.failures}
     manifests = []
     for one in known_manifests(store.path)[0]:

@@ -56,8 +56,6 @@ def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Se
     All but one off-center crop are for training images only: those of validation images are evaluated. `crops` is the number of
     off-center or augmented views of a training image.
     """
-    if name not in SETS:
-        raise UnknownNameError.of("set of views", name, SETS)
     further = tuple(f"{name}-{number}" for number in range(2, crops + 1)) if split == "train" else ()
     if name == "off-center":
         return (*SETS[name], *further) if has_mask else SETS["none"]
@@ -85,8 +83,10 @@ class Geometry:
     def of(self, picture: Image.Image) -> Image.Image:
         if self.box is not None:
             left, top, right, bottom = _pixels(self.box, *picture.size)
+            # Of a tiny picture a box may round to nothing: it has at least one pixel.
             picture = picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
         if self.color is not None and picture.mode == "RGB":
+            # The order is part of the view: each factor is relative to the picture that the one before it gave.
             for change, factor in zip((ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), self.color):
                 picture = change(picture).enhance(factor)
         return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
@@ -105,6 +105,7 @@ class Geometry:
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
     """Return the geometry of a view; drawn views depend on the image's seed, off-center crops also on the mask."""
     if _number(view, AUGMENTED):
+        # The name of the view is part of the seed: `augmented-2` is another draw than `augmented`.
         draw = np.random.default_rng(image_seed(seed, view))
         brightness, contrast, saturation = (1 - COLOR + 2 * COLOR * draw.random(3)).tolist()
         return Geometry(None, SETS["dihedral"][int(draw.integers(8))], (brightness, contrast, saturation))
@@ -158,6 +159,7 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
         count = int(columns.sum())
         if count < LESION_INSIDE * total:
             continue
+        # Between centers of pixels (+ 0.5): a lesion in the middle of the crop is at distance 0.
         dx = (columns @ (np.arange(right - left) + 0.5)) / count / (right - left) - 0.5
         dy = (rows @ (np.arange(bottom - top) + 0.5)) / count / (bottom - top) - 0.5
         if (distance := float(np.hypot(dx, dy))) > farthest:
@@ -179,4 +181,5 @@ def _reduced(mask: Image.Image) -> np.ndarray:
 
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     left, top, right, bottom = box
+    # Shares of the sides, so that a mask of another size than its image is cut at the same place.
     return round(left * width), round(top * height), round(right * width), round(bottom * height)

@@ -29,6 +29,7 @@ from medtokenbudget.files import dotted
 
 C = TypeVar("C", bound="Command")
 REQUIRED = dataclasses.MISSING
+# Flags have no --no-FLAG.
 MARKERS = (tyro.conf.FlagCreatePairsOff,)
 
 
@@ -190,6 +191,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     """Read the words after a command, and the file and the preset that they name; None after `--print-config`."""
     known = options(command)
+    # From the words, because tyro does not tell what was typed and what is a default.
     typed = {word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     file = _value_of("--config", words)
     filed = {} if file is None else _read_file(file, known)
@@ -198,6 +200,7 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     # A scout has settings of its own: those of another preset would not fit it.
     defaults |= command.defaults(_value_of("--preset", words) or filed.get("preset") or (recipe if recipe == "scout" else None))
     starting = defaults | filed
+    # A template for a file can be printed without what is required.
     if "print_config" in typed:
         starting |= {key: None for key, value in starting.items() if value is REQUIRED}
     width = min(110, shutil.get_terminal_size().columns)
@@ -214,6 +217,7 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     made_of = parser(command, starting, shown)
     read = tyro.cli(made_of, prog=f"mtb {name}", description=description, args=words, config=MARKERS)
     values = {key: getattr(getattr(read, option.section.__name__, read), option.field) for key, option in known.items()}
+    # A flag can only be turned on, so one that a file sets stays set.
     values |= {key: values[key] or starting[key] for key, option in known.items() if option.flag}
     if values.pop("print_config"):
         print(_yaml({key: value for key, value in values.items() if key != "config"}), end="")

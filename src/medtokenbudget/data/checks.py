@@ -7,7 +7,7 @@ or duplicates in two parts of the split. The paper's split leaks by design, so t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.config import Parallel, check_values
-from medtokenbudget.data.duplicates import Fingerprint, duplicate_pairs, fingerprint
+from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, near_pairs
 from medtokenbudget.data.images import DecodeError, decode_image, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest
 from medtokenbudget.data.masks import patch_labels, prevalence_table, same_aspect
@@ -111,7 +111,8 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
         results = pool.map(lambda index: _read(manifest, index), range(len(manifest)))
         read = list(progress(results, total=len(manifest), what="Checking", unit="image"))
     problems = [problem for of_image, _, _ in read for problem in of_image]
-    problems += [*_duplicates(manifest, [print_ for _, print_, _ in read]), *_split_problems(manifest)]
+    prints = {row: one for row, (_, one, _) in enumerate(read) if one is not None}
+    problems += [*_duplicates(manifest, prints), *_split_problems(manifest)]
     split = manifest.rows["split"].tolist()
     patches = {part: [count for (_, _, count), of in zip(read, split) if count and part in ("all", of)] for part in PARTS}
     return Report(
@@ -174,8 +175,8 @@ def _read(manifest: Manifest, index: int) -> tuple[list[Problem], Fingerprint | 
     return problems, None if image is None else fingerprint(path, image), patches
 
 
-def _duplicates(manifest: Manifest, prints: Sequence[Fingerprint | None]) -> Iterator[Problem]:
-    exact, near = duplicate_pairs(prints)
+def _duplicates(manifest: Manifest, prints: Mapping[int, Fingerprint]) -> Iterator[Problem]:
+    exact, near = exact_pairs(prints), near_pairs(prints)
     ids = manifest.ids
     for kind, pairs in (("duplicate-exact", exact), ("duplicate-near", near)):
         yield from ((kind, f"{ids[i]} = {ids[j]}") for i, j in pairs)

@@ -247,6 +247,7 @@ def _unpack(folder: Path, archive: Archive, path: Path) -> None:
         with zipfile.ZipFile(path) as packed:
             members = packed.infolist()
             for member in members:
+                # The paths in an archive are input: one of them may lead out of the folder.
                 name = PurePosixPath(member.filename.replace("\\", "/"))
                 if name.is_absolute() or ".." in name.parts or ":" in member.filename:
                     raise _NotOfficial(f"{archive.file} would write outside of its folder: {member.filename}.")
@@ -256,6 +257,7 @@ def _unpack(folder: Path, archive: Archive, path: Path) -> None:
         made = half / archive.holds if (half / archive.holds).is_dir() else half
         if (count := _images(made)) < archive.images:
             raise _NotOfficial(f"{archive.file} has {count:,} images and masks, but the official file has {archive.images:,}.")
+        # At the end and at once: a folder of that name is complete, and the next call skips it.
         os.replace(made, folder / archive.holds)
     except zipfile.BadZipFile as error:
         raise _NotOfficial(f"{archive.file} is not an intact zip archive ({error}).") from None

@@ -57,6 +57,7 @@ class Canvas:
                 continue
             dx, dy = self.x[:, left:right] - np.float32(cx), self.y[top:bottom] - np.float32(cy)
             cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
+            # In the axes of the ellipse.
             along, across = (dx * cos + dy * sin) / np.float32(aspect), dy * cos - dx * sin
             level = np.sqrt(along * along + across * across) / np.float32(radius)
             window = out[top:bottom, left:right]
@@ -70,6 +71,7 @@ class Canvas:
         pen = ImageDraw.Draw(image)
         for points, width, strength in lines:
             path = [(float(px) * fine, float(py) * fine) for px, py in points]
+            # Three times as large and then reduced: Pillow draws lines without anti-aliasing.
             pen.line(path, fill=round(255 * strength), width=max(1, round(width * fine)), joint="curve")
         return np.asarray(image.reduce(_SUPERSAMPLING), np.float32) / np.float32(255)
 
@@ -78,6 +80,7 @@ class Canvas:
         x = self.x + bend * 1.6 * self.noise(rng, 0.22 / period)
         y = self.y + bend * 1.6 * self.noise(rng, 0.22 / period)
         angle, k = rng.uniform(0, np.pi), np.float32(2 * np.pi / (period * np.sqrt(3) / 2 * 1.15))
+        # Three plane waves, 120 degrees apart, add up to a honeycomb.
         waves = [np.cos(k * (np.float32(np.cos(a)) * x + np.float32(np.sin(a)) * y)) for a in angle + np.arange(3) * np.pi * 2 / 3]
         lattice = waves[0] + waves[1] + waves[2] + np.float32(0.6) * self.noise(rng, 1.1 / period)
         return smoothstep(0.8, -1.5, lattice), smoothstep(0.3, 2.6, lattice)
@@ -122,6 +125,7 @@ class Outline:
         for bump in self.bumps:
             power *= unit
             border += (power * bump).real
+        # Bumps that cancel the radius would let the outline pass through its center.
         return (radius / np.maximum(border, np.float32(0.35))).astype(np.float32)
 
 

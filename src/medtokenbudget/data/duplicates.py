@@ -6,7 +6,7 @@ thumbnails must correlate both as a whole and in the middle, away from the rim o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,40 +48,37 @@ def perceptual_hash(thumbnail: np.ndarray) -> int:
     Bit 0, which is the mean, is always 0.
     """
     low = dctn(thumbnail.astype(np.float64), norm="ortho")[:8, :8].reshape(-1)
+    # Without the mean: it is far larger than all other frequencies.
     bits = low > np.median(low[1:])
     bits[0] = False
     return int(_WEIGHTS[bits].sum())
 
 
-def duplicate_pairs(prints: Sequence[Fingerprint | None]) -> tuple[list[Pair], list[Pair]]:
-    """Find the exact and the near pairs of rows; None stands for an image that could not be read."""
-    rows = [row for row, one in enumerate(prints) if one is not None]
-    readable = [one for one in prints if one is not None]
-    exact, near = ([(rows[i], rows[j]) for i, j in pairs] for pairs in (exact_pairs(readable), near_pairs(readable)))
-    return exact, near
-
-
-def exact_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
-    """Find files with the same content: each copy with the first one."""
+def exact_pairs(prints: Mapping[int, Fingerprint]) -> list[Pair]:
+    """Find files with the same content, by row: each copy with the first one."""
     first: dict[str, int] = {}
     pairs = []
-    for index, one in enumerate(prints):
+    for index, one in prints.items():
+        # With the first one only: n copies are n - 1 pairs, and their groups merge all the same.
         earlier = first.setdefault(one.sha256, index)
         if earlier != index:
             pairs.append((earlier, index))
     return pairs
 
 
-def near_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
-    """Find pairs `i < j` that show the same picture in files with different content, in order."""
+def near_pairs(prints: Mapping[int, Fingerprint]) -> list[Pair]:
+    """Find pairs of rows `i < j` that show the same picture in files with different content, in order."""
     if len(prints) < 2:
         return []
-    left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), MAX_DISTANCE)
-    thumbnails = np.stack([one.thumbnail for one in prints])
+    left, right = _close_hashes(np.array([one.phash for one in prints.values()], dtype=np.uint64), MAX_DISTANCE)
+    thumbnails = np.stack([one.thumbnail for one in prints.values()])
     same = _correlated(thumbnails, left, right)
+    # Away from the rim, which all images of one lens share.
     middle = slice(SIDE // 8, SIDE - SIDE // 8)
     same &= _correlated(thumbnails[:, middle, middle], left, right)
-    return [(int(i), int(j)) for i, j in zip(left[same], right[same]) if prints[i].sha256 != prints[j].sha256]
+    rows = list(prints)
+    pairs = ((rows[i], rows[j]) for i, j in zip(left[same], right[same]))
+    return [(i, j) for i, j in pairs if prints[i].sha256 != prints[j].sha256]
 
 
 def _close_hashes(hashes: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,6 +110,7 @@ def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray) -> np
     flat = flat - flat.mean(1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1)
     result = np.zeros(len(left), dtype=bool)
+    # In parts: a picture that occurs a thousand times is half a million pairs.
     for start in range(0, len(left), 1 << 14):
         i, j = left[start : start + (1 << 14)], right[start : start + (1 << 14)]
         both = norm[i] * norm[j]
@@ -147,7 +145,7 @@ def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         rows = range(len(manifest))
-        prints = list(progress(pool.map(read, rows), total=len(manifest), what="Looking for duplicates", unit="image"))
-    exact, near = duplicate_pairs(prints)
-    unreadable = [image_id for image_id, one in zip(manifest.ids, prints) if one is None]
-    return merge(manifest.groups, [*exact, *near]), unreadable
+        read_all = progress(pool.map(read, rows), total=len(manifest), what="Looking for duplicates", unit="image")
+        prints = {row: one for row, one in enumerate(read_all) if one is not None}
+    unreadable = [image_id for row, image_id in enumerate(manifest.ids) if row not in prints]
+    return merge(manifest.groups, [*exact_pairs(prints), *near_pairs(prints)]), unreadable

@@ -117,11 +117,13 @@ def _decode(source: Source, max_pixels: int, name: str, mask: bool = False) -> I
         name, stream = _open(source, name)
         try:
             start = stream.tell()
+            # A DICOM file has 128 bytes of anything before its mark.
             stream.seek(start + 128)
             is_dicom = stream.read(4) == b"DICM"
             stream.seek(start)
             image = (_decode_dicom if is_dicom else _decode_picture)(name, stream, max_pixels)
         finally:
+            # A stream of the caller stays open.
             if isinstance(source, (Path, str)):
                 stream.close()
     plain = _plain_mode(name, image)
@@ -218,6 +220,7 @@ def _check_scans(name: str, size: tuple[int, int], stream: BinaryIO) -> None:
     position, scans, last = stream.tell(), 0, b""
     stream.seek(0)
     while chunk := stream.read(1 << 20):
+        # With the last byte before it: the marker of two bytes may lie across two chunks.
         scans += (last + chunk).count(b"\xff\xda")  # the marker "start of scan"
         last = chunk[-1:]
     stream.seek(position)
@@ -243,7 +246,9 @@ def _plain_mode(name: str, image: Image.Image) -> Image.Image:
             raise transparent
         if values.min() < 0 or values.max() > 65535:
             raise DecodeError(f"{name} has 32-bit pixels outside 0..65535. Save it as 8-bit RGB or gray.", "mode")
+        # Rounded, and in whole numbers: no float on the way.
         return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    # Palettes and gray values name a transparent color instead of having an alpha channel.
     if image.mode in _ALPHA or "transparency" in image.info:
         image = image.convert("RGBA")
         if image.getchannel("A").getextrema() != (255, 255):
@@ -291,11 +296,13 @@ def _decode_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
             raise
     if photometric.startswith("MONOCHROME"):
         gray = _dicom_gray(values, data)
+        # MONOCHROME1 means that the smallest value is white.
         return Image.fromarray(255 - gray if photometric == "MONOCHROME1" else gray)
     bits = int(data.BitsStored)
     if photometric == "PALETTE COLOR":
         values = apply_color_lut(values, data)
         bits = 8 * values.dtype.itemsize
+    # BitsStored may be less than the bits of the array: 12 of 16 are usual.
     scaled = values if bits == 8 else np.rint(values.astype(np.float64) * 255 / ((1 << bits) - 1))
     return Image.fromarray(scaled.astype(np.uint8))
 
@@ -304,6 +311,7 @@ def _dicom_gray(values: np.ndarray, data: FileDataset) -> np.ndarray:
     from pydicom.pixels import apply_modality_lut, apply_windowing
 
     bits = int(data.BitsStored)
+    # PixelRepresentation 1 means that stored values are signed.
     low: float = -(1 << (bits - 1)) if int(data.get("PixelRepresentation", 0)) else 0
     high = low + (1 << bits) - 1
     if "WindowCenter" in data and "WindowWidth" in data:

@@ -94,6 +94,7 @@ class Manifest:
         if missing := [name for name in COLUMNS if name not in self.rows.columns]:
             raise ManifestError(f"A manifest needs the columns {', '.join(COLUMNS)}. Missing: {', '.join(missing)}.")
         rows = self.rows.loc[:, [*COLUMNS, *self.further]].reset_index(drop=True).astype(object)
+        # NaN of any kind becomes None, so that no code has to look for both.
         rows = rows.where(rows.notna(), None)
         for name in rows.columns:
             rows[name] = pd.Series([None if value is None else str(value) for value in rows[name]], dtype=object)
@@ -141,6 +142,7 @@ class Manifest:
         """Which validation images show a group (a lesion, a patient) that other parts show too, `[n]` bool."""
         validation = (self.rows["split"] == "val").to_numpy(dtype=bool)
         groups = self.rows["group"]
+        # Images without a group stand alone: two of them never share one.
         return np.asarray(validation & groups.notna() & groups.isin(set(groups[~validation].dropna())), dtype=bool)
 
     def image_path(self, index: int) -> Path:
@@ -194,6 +196,7 @@ class Manifest:
             values: list[str | None] = self.rows[name].tolist()
             if name in ("image", "mask"):
                 paths = [None if value is None else os.path.abspath(self._path(value)) for value in values]
+                # So that the same data in another place has the same hash.
                 folders = {os.path.dirname(path) for path in paths if path is not None}
                 common = os.path.commonpath(folders) if folders else ""
                 values = [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
@@ -212,6 +215,7 @@ class Manifest:
         def stored(value: str | None) -> str | None:
             if value is None:
                 return None
+            # Not `resolve`: links to data on another disk stay links.
             absolute = Path(os.path.abspath(self._path(value)))
             return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else str(absolute)
 
@@ -304,6 +308,13 @@ def check_name(name: str) -> None:
     """Reject a name that a table or a file cannot show; sources that take long call this first."""
     if not name or not name.isprintable() or "|" in name:
         raise ManifestError(f"{name!r} cannot be the name of a data set. Choose a `name` that is not empty and has no '|'.")
+
+
+def require_two_groups(groups: Sequence[str]) -> None:
+    """Reject a training part of which no selection part can be cut without splitting a group."""
+    if len(set(groups)) < 2:
+        advice = "Add images, or set nothing aside."
+        raise RequestError(f"Cannot cut a selection part: the training part has fewer than two groups. {advice}")
 
 
 def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:

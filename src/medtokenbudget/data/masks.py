@@ -63,6 +63,7 @@ def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True
         raise GridError(f"A token grid needs at least one row and one column, got {height} x {width}.")
     if whole:
         require_lesion_values("The mask", mask)
+    # Pillow widens the filter when it reduces: every pixel counts, not the four nearest to the center of a patch.
     small = mask.convert("L").resize((width, height), Image.Resampling.BILINEAR)
     return (np.asarray(small, dtype=np.float32) / 255.0 > 0.5).reshape(-1)
 
@@ -82,8 +83,10 @@ def patch_order(lesion: np.ndarray, covered: np.ndarray, grid: tuple[int, int]) 
 
     Of patches that are covered alike, those deepest inside its lesion patches come first; outside, those nearest to them.
     """
+    # A frame of background, so that the border of the image counts as the border of a lesion that touches it.
     padded = np.pad(lesion.reshape(grid), 1)
     depth = ndimage.distance_transform_edt(padded)[1:-1, 1:-1] - ndimage.distance_transform_edt(~lesion.reshape(grid))
+    # The last key decides first.
     return np.lexsort((-depth.reshape(-1), -covered.astype(float)))
 
 

@@ -169,6 +169,7 @@ def read_ground_truth(path: Path) -> pd.DataFrame:
     table = _read_official(path, ("image", *ISIC_CLASSES), f"Pass the folder that contains {path.name} and {IMAGES}.")
     names = [name for name in (*ISIC_CLASSES, "UNK") if name in table.columns]
     values = table[names].apply(pd.to_numeric, errors="coerce").to_numpy(dtype=np.float64)
+    # An image must have exactly one class: a row of zeros would silently be class 0.
     one_class = np.isin(values, (0.0, 1.0)).all(1) & (values.sum(1) == 1)
     if not one_class.all():
         rows = table["image"][~one_class].tolist()
@@ -214,6 +215,7 @@ def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
         top = top / _KVASIR_FOLDER
     if missing := [label for label in KVASIR_CLASSES if not (top / label).is_dir()]:
         raise RequestError(f"{top} lacks the class folders {', '.join(missing)}. For other classes, use `mtb data folder`.")
+    # This order is part of the paper's split, which permutes it.
     files = [(path, label) for label in KVASIR_CLASSES for path in image_files(top / label)]
     if not files:
         raise no_images(top)
@@ -253,6 +255,7 @@ def folder_manifest(
     if masks is not None:
         require_folder(Path(masks), "Pass the folder that contains the masks.")
     files = list(files_below(top, None if masks is None else Path(masks)))
+    # Said, not refused: downloads bring readme files and thumbnails along.
     report_skipped(top, Counter(kind_of(path) for path in files if not is_image(path) and path.is_file()))
     images, given = _by_layout(top, files)
     mask_files = None
@@ -267,6 +270,7 @@ def folder_manifest(
         raise no_images(top)
     records = [
         {
+            # With its folders: two of them may have files of one name.
             "image_id": path.relative_to(top).with_suffix("").as_posix(),
             "image": path,
             "label": label,
@@ -383,8 +387,10 @@ class MaskFolder:
             # Where masks are next to the images, an image has its own stem but is not its own mask.
             found = [entry for entry in self._by_stem.get(stem.lower(), []) if os.path.abspath(entry[1]) != itself]
             if found and not candidates:
+                # The exact case first: on most file systems a.png and A.png are two files.
                 candidates = [path for name, path in found if name == stem] or [path for _, path in found]
                 self.names[self.pattern or f"{{stem}}{candidates[0].name[len(stem) :]}"] += 1
+        # Masks in class folders like those of the images: the one of the image's own class.
         masks = sorted([path for path in candidates if path.parent.name == image.parent.name] or candidates)
         self.used.update([itself, *map(os.path.abspath, masks)])
         self.matched += bool(masks)
@@ -563,6 +569,7 @@ def _read_table(path: Path, advice: str = "") -> tuple[pd.DataFrame, dict[str, A
             }
             table = pd.DataFrame(cells, dtype=object)
         else:
+            # Spreadsheets begin UTF-8 with a byte-order mark, which would be part of the first heading.
             table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist. {advice}".rstrip()) from None

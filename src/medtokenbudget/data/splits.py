@@ -15,7 +15,7 @@ import pandas as pd
 
 from medtokenbudget.config import Folds, Fraction, Natural, Parallel, Seed, check_values
 from medtokenbudget.data.duplicates import merged_groups
-from medtokenbudget.data.manifest import Manifest, SplitRule, listed
+from medtokenbudget.data.manifest import Manifest, SplitRule, listed, require_two_groups
 from medtokenbudget.errors import RequestError
 from medtokenbudget.runtime import say
 
@@ -31,32 +31,6 @@ def paper_split(n: int) -> np.ndarray:
     parts = np.full(n, "val", dtype=object)
     parts[order[: int(PAPER_SHARE * n)]] = "train"
     return parts
-
-
-def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
-    """Assign images to parts so that no group is split and each part gets about its share of every class.
-
-    A greedy assignment: the largest groups come first, in random order among equals, and each goes to the part that lacks most
-    of what the group contains. Labels and groups are `[n]`, `shares` the relative sizes of the parts; returns `[n]` int64.
-    """
-    names, group_of = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
-    kinds, label_of = np.unique(labels, return_inverse=True)
-    counts = np.zeros((len(names), len(kinds)))
-    np.add.at(counts, (group_of, label_of), 1)
-    target = np.outer(np.asarray(shares) / np.sum(shares), counts.sum(0))
-    shuffled = np.random.default_rng(seed).permutation(len(names))
-    order = shuffled[np.argsort(-counts[shuffled].sum(1), kind="stable")]
-    filled = np.zeros_like(target)
-    part_of_group = np.zeros(len(names), dtype=np.int64)
-    for group in order:
-        held = counts[group]
-        need = ((target - filled) / target) @ held
-        room = (target - filled).sum(1)
-        # Rounded, because sums in another order must not decide between parts that need a group equally.
-        part = max(range(len(target)), key=lambda p: (round(need[p], 9), room[p]))
-        filled[part] += held
-        part_of_group[group] = part
-    return part_of_group[group_of]
 
 
 def check_request(rule: str, folds: int, fold: int, select: float, seed: int, workers: int = 1) -> None:
@@ -95,6 +69,7 @@ def apply_split(
                 "Not every image has a value in the column `center`. `mtb data isic` gives one; for other images, pass a file with "
                 "such a column as `columns`."
             )
+        # By name, so that `fold` means the same center whatever the order of the rows.
         names = sorted(set(centers))
         if len(names) < 2 or fold >= len(names):
             raise RequestError(f"`fold` must be below the number of centers, which is {len(names)} ({listed(names)}), got {fold}.")
@@ -129,6 +104,7 @@ def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, p
         group: int.from_bytes(hashlib.sha256(f"{purpose}/{seed}/{group}".encode()).digest()[:8], "big") / 2**64
         for group in set(groups)
     }
+    # One hash per group, not per image: a group is never in two parts.
     hashes = np.array([place[group] for group in groups], dtype=np.float64)
     chosen = (hashes >= start) & (hashes < start + share)
     if chosen.all() or not chosen.any():
@@ -142,26 +118,18 @@ def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, p
     return chosen
 
 
-def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = False) -> Manifest:
+def cut_selection(manifest: Manifest, share: float, seed: int) -> Manifest:
     """Move a share of the training part to the part 'select', for early stopping without validation labels.
 
-    Whole groups move. An earlier selection part returns to training first; a share of 0 does only that. With `balanced` every
-    class gives about its share. The choice then depends on all images and changes when some are added, so it is for one training
-    run only; otherwise a hash of the group decides.
+    Whole groups move, by a hash of the group. An earlier selection part returns to training first; a share of 0 does only that.
     """
     check_values({"share": (share, Fraction)})
     split = manifest.rows["split"].replace("select", "train").to_numpy(dtype=object, copy=True)
     if share:
         train = np.flatnonzero(split == "train")
         groups = np.asarray(manifest.groups, dtype=object)[train].tolist()
-        if len(set(groups)) < 2:
-            advice = "Add images, or set nothing aside."
-            raise RequestError(f"Cannot cut a selection part: the training part has fewer than two groups. {advice}")
-        if balanced:
-            cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
-        else:
-            cut = _hashed_into(groups, 0.0, share, seed, "select")
-        split[train[cut]] = "select"
+        require_two_groups(groups)
+        split[train[_hashed_into(groups, 0.0, share, seed, "select")]] = "select"
     return manifest.with_columns(replace(manifest.split_rule, select=share, kept=False), split=split)
 
 

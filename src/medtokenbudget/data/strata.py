@@ -24,6 +24,8 @@ SIDE = 256
 """Longer side in pixels at which an image is measured."""
 _MARGIN = 0.04
 """The lesion is grown by this share of the longer side before skin is measured around it."""
+_LINE, _LONG, _DARKER = 11, 16, 0.12
+"""Hair, at this size: narrower than a line of 11 pixels, at least 16 pixels long, and darker than its surroundings by 0.12."""
 _REC709 = np.array([0.2126, 0.7152, 0.0722], np.float32)
 
 STRATA = {
@@ -115,14 +117,16 @@ def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
     scale = SIDE / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     pixels = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), np.float32) / 255
-    outside = ~dark_frame(pixels)
-    center_distance = tone = float("nan")
+    outside, thin = ~dark_frame(pixels), thin_structures(pixels)
+    center_distance = tone = hair = float("nan")
     if mask is not None:
         lesion = np.asarray(mask.convert("L").resize(size, Image.Resampling.BILINEAR)) > 127
         if lesion.any():
             outside &= around(lesion)
-            center_distance, tone = position(lesion), skin_tone(pixels, outside)
-    return Appearance(center_distance, tone, hair(pixels, outside), dark_corners(pixels))
+            center_distance, tone = position(lesion), skin_tone(pixels, outside & ~thin)
+    if outside.any():
+        hair = float(thin[outside].mean())
+    return Appearance(center_distance, tone, hair, dark_corners(pixels))
 
 
 def around(lesion: Mask) -> Mask:
@@ -144,17 +148,12 @@ def position(lesion: Mask) -> float:
 
 
 def skin_tone(picture: Picture, skin: Mask) -> float:
-    """Measure the individual typology angle in degrees: the median over the pixels of `skin` that are no hair; NaN without any."""
-    clear = skin & ~_thin(picture)
-    if not clear.any():
+    """Measure the individual typology angle in degrees: the median over the pixels of `skin`; NaN without any."""
+    if not skin.any():
         return float("nan")
-    lightness, yellow = _lab(picture[clear])
+    lightness, yellow = _lab(picture[skin])
     # atan2 and not a quotient: b* may be 0 or negative in bluish light.
     return float(np.median(np.degrees(np.arctan2(lightness - 50, np.maximum(yellow, 1e-6)))))
-
-
-def hair(picture: Picture, outside: Mask) -> float:
-    return float(_thin(picture)[outside].mean()) if outside.any() else float("nan")
 
 
 def dark_corners(picture: Picture) -> int:
@@ -166,18 +165,22 @@ def dark_corners(picture: Picture) -> int:
     return sum(bool(corner.mean() < 0.35 * middle) for corner in corners)
 
 
-def _thin(picture: Picture, length: int = 11, depth: float = 0.12, long: int = 16) -> Mask:
-    """Mark dark thin structures: a closing along one of four lines fills them, and their components are long."""
+def thin_structures(picture: Picture) -> Mask:
+    """Mark what is dark, thin and long, such as hair: a closing along one of four lines fills it, and its components are long."""
     gray = _gray(picture)
-    lines = [np.ones((1, length), bool), np.ones((length, 1), bool), np.eye(length, dtype=bool), np.eye(length, dtype=bool)[::-1]]
+    diagonal = np.eye(_LINE, dtype=bool)
+    lines = [np.ones((1, _LINE), bool), np.ones((_LINE, 1), bool), diagonal, diagonal[::-1]]
+    # A closing fills a dark line unless the line runs along the footprint, so the largest of four directions counts.
     filled = np.max([ndimage.grey_closing(gray, footprint=line) for line in lines], 0) - gray
-    labels, count = ndimage.label(filled > depth, structure=np.ones((3, 3)))
+    labels, count = ndimage.label(filled > _DARKER, structure=np.ones((3, 3)))
     if not count:
         return np.zeros(gray.shape, bool)
     areas = np.bincount(labels.ravel(), minlength=count + 1)
     boxes = ndimage.find_objects(labels)
     reach = np.array([0.0, *(np.hypot(*(part.stop - part.start for part in box)) for box in boxes)])
-    keep = (reach >= long) & (areas <= 0.35 * reach**2)
+    # A filled disc has pi / 8 = 0.39 of the squared diagonal of its box, a hair far less.
+    keep = (reach >= _LONG) & (areas <= 0.35 * reach**2)
+    # Label 0 is everything else.
     keep[0] = False
     return np.asarray(keep[labels])
 
@@ -187,11 +190,13 @@ def _gray(picture: Picture) -> NDArray[np.float32]:
 
 
 def _lab(pixels: Picture) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    # sRGB to linear light, then to Y and Z of CIE (D65); X is only needed for a*.
     linear = np.where(pixels <= 0.04045, pixels / 12.92, ((pixels + 0.055) / 1.055) ** 2.4).astype(float)
     y = linear @ np.array([0.2126729, 0.7151522, 0.0721750])
     z = linear @ np.array([0.0193339, 0.1191920, 0.9503041]) / 1.08883
 
     def f(t: NDArray[np.float64]) -> NDArray[np.float64]:
+        # The cube root of CIELAB, which is linear near black.
         return np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
 
     return 116 * f(y) - 16, 200 * (f(y) - f(z))

@@ -111,6 +111,7 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
     if label not in ISIC_CLASSES:
         raise UnknownNameError.of("class", label, ISIC_CLASSES)
     check_values({"seed": (seed, Natural), "size": (size, DrawnSide)})
+    # A stream for each purpose, so that a change of the hair leaves the lesion as it was.
     streams = [np.random.default_rng([seed, ISIC_CLASSES.index(label), purpose]) for purpose in range(5)]
     shape_rng, lesion_rng, skin_rng, things_rng, camera_rng = streams
     canvas, around = Canvas(size), _AROUND[label]
@@ -213,6 +214,7 @@ def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.floa
 def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Map) -> np.ndarray:
     """Let light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[3, H, W]`."""
     fade = 1 - np.float32(0.35) * cover
+    # What is in the skin shows less under a lesion.
     amounts = [getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover for name in _ABSORPTION]
     white = np.clip(skin.white + lesion.white * cover, 0, 0.9)
     keratin = np.clip(lesion.keratin * cover, 0, 0.9)
@@ -253,6 +255,7 @@ def _photograph(
         # A frame that hides part of the lesion would change its prevalence, so such images get none.
         frame, light = "full", drawing.field_of_view(canvas, rng, "full")
     slope = rng.normal(0, 0.07, 2)
+    # Light that falls off to one side.
     light = light * (1 + np.float32(slope[0]) * (canvas.x - np.float32(0.5)) + np.float32(slope[1]) * (canvas.y - np.float32(0.5)))
     traits |= {"hair": kind, "field": frame} | {name: bool(value) for name, value in drawn.items()}
     return picture * light + np.float32(0.02), mask & (light >= 0.4)

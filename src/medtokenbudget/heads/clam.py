@@ -6,55 +6,38 @@ the most attended tokens are also negative examples of the other classes, as in 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from medtokenbudget.errors import CountError
-from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.trainable import GatedAttention
-from medtokenbudget.routing.trainable import dropout as drop
-from medtokenbudget.tokens import TokenSet
+from medtokenbudget.config import Count
+from medtokenbudget.heads.abmil import GatedPooling
+from medtokenbudget.heads.head import register_head
 
 BAG_WEIGHT = 0.7
 """Weight of the bag loss in the publication; the instance loss has the rest, so here `0.3 / 0.7` relative to a weight of 1."""
 
 
-class _CLAM(TokenHead):
-    branch_per_class: ClassVar[bool]
+@register_head("clam-sb")
+class CLAMSB(GatedPooling):
+    """One attention branch for all classes."""
+
+    description = "Gated attention with instance clustering, one branch for all classes."
+    branch_per_class: ClassVar[bool] = False
 
     def __init__(
-        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
+        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: Count = 8
     ) -> None:
-        super().__init__(dim, classes)
-        if instances < 1:
-            raise CountError(f"instances must be at least 1, got {instances}.")
-        self.width, self.attention, self.dropout, self.instances = width, attention, dropout, instances
-        self.needs = 2 * instances
-        self.features = nn.Linear(dim, width)
-        self.attend = GatedAttention(width, attention, classes if self.branch_per_class else 1)
+        super().__init__(dim, classes, width, attention, dropout, classes if self.branch_per_class else 1)
+        self.instances, self.needs = instances, 2 * instances
+        # Before the output layer, because seeded weights are drawn in the order of the layers.
         self.instance = nn.ModuleList(nn.Linear(width, 2) for _ in range(classes))
         self.output = nn.Linear(width, classes)
 
-    @abstractmethod
-    def bag(self, pooled: Tensor) -> Tensor:
-        """Compute logits [B, C] of the pooled features [B, branches, width]."""
-
-    def _attended(self, kept: TokenSet, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-        features = drop(F.relu(self.features(kept.tokens)), self.dropout if self.training else 0.0, generator)
-        attention = self.attend(features).transpose(1, 2)  # [B, branches, K]
-        shares = weighted_softmax(attention, kept.weights.unsqueeze(1))
-        return features, attention, self.bag(torch.bmm(shares, features))
-
-    def logits(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
-        return self._attended(kept, generator)[2]
-
     def training_step(self, kept: Any, label: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the logits, and the instance loss weighted relative to a bag loss of weight 1."""
-        features, attention, logits = self._attended(self.check(kept), generator)
+        features, attention, logits = self.attended(self.check(kept), generator)
         return logits, (1 - BAG_WEIGHT) / BAG_WEIGHT * self.instance_loss(features, attention, kept.padding, label)
 
     def instance_loss(self, features: Tensor, attention: Tensor, padding: Tensor, label: Tensor) -> Tensor:
@@ -68,6 +51,7 @@ class _CLAM(TokenHead):
         if not bool(known.any()):
             return features.sum() * 0.0
         hidden = padding.unsqueeze(1)
+        # Detached: which tokens are examples has no gradient. Tokens that do not count are neither.
         top = attention.detach().masked_fill(hidden, -torch.inf).topk(self.instances, dim=2).indices
         bottom = attention.detach().masked_fill(hidden, torch.inf).topk(self.instances, dim=2, largest=False).indices
         total = features.new_zeros(())
@@ -86,19 +70,8 @@ class _CLAM(TokenHead):
         return -classify(features.take_along_dim(chosen.unsqueeze(-1), 1)).log_softmax(-1)[..., target]
 
 
-@register_head("clam-sb")
-class CLAMSB(_CLAM):
-    """One attention branch for all classes."""
-
-    description = "Gated attention with instance clustering, one branch for all classes."
-    branch_per_class = False
-
-    def bag(self, pooled: Tensor) -> Tensor:
-        return self.output(pooled.squeeze(1))
-
-
 @register_head("clam-mb")
-class CLAMMB(_CLAM):
+class CLAMMB(CLAMSB):
     """One attention branch and one classifier for each class; arguments as in `clam-sb`."""
 
     description = "Gated attention with instance clustering, one branch per class."

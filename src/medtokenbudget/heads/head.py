@@ -19,7 +19,7 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import CountError, NoHeadError, NonFiniteError, RequestError, ShapeError
 from medtokenbudget.registry import Registry
 from medtokenbudget.routing import LearnedSelector, Selector, TrainingPass
-from medtokenbudget.routing.trainable import dropout as drop
+from medtokenbudget.routing.trainable import dropout
 from medtokenbudget.tokens import Selection, TokenBatch, TokenSet
 
 
@@ -35,6 +35,7 @@ class Head(nn.Module, ABC):
     description: ClassVar[str] = ""
     reads: ClassVar[Literal["mean", "tokens"]] = "mean"
     needs: int = 1
+    dropout: float = 0.0
 
     def __init__(self, dim: int, classes: int) -> None:
         super().__init__()
@@ -45,6 +46,10 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def logits(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
         """Compute logits [..., C] of pooled tokens [..., D]; `generator` feeds the dropout in training mode."""
+
+    def drop(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Apply the head's own `dropout` in training mode."""
+        return dropout(x, self.dropout, generator) if self.training else x
 
     def forward(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
         if pooled.shape[-1] != self.dim:
@@ -101,6 +106,7 @@ def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
     The weights [..., K] are broadcast to the logits; at least one is above 0 in each row.
     """
     weights = weights.expand_as(logits)
+    # The largest logit of those that count, as in any stable softmax.
     top = logits.detach().masked_fill(weights <= 0, -torch.inf).amax(-1, keepdim=True)
     # Tokens that do not count may have larger logits: held, so that their zero times infinity is not NaN.
     shares = weights * (logits - top).clamp(max=20).exp()
@@ -142,7 +148,7 @@ class MLPHead(Head):
 
     def logits(self, pooled: Tensor, generator: torch.Generator | None = None) -> Tensor:
         x = F.gelu(self.first_norm(self.first(pooled)))
-        x = drop(x, self.dropout if self.training else 0.0, generator)
+        x = self.drop(x, generator)
         return self.output(F.gelu(self.second_norm(self.second(x))))
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 
@@ -47,6 +46,7 @@ class PositionEncoding(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, positions: Tensor, grid: tuple[int, int]) -> Tensor:
         """x [B, K, width] at `positions` [B, K, 2]; places without a token are zero, tokens that share a place are added."""
         b, _, width = x.shape
+        # A merged token is at the mean position of its patches: it takes the nearest place.
         rows = positions[..., 0].round().long().clamp(0, grid[0] - 1)
         columns = positions[..., 1].round().long().clamp(0, grid[1] - 1)
         place = (rows * grid[1] + columns).unsqueeze(-1).expand_as(x)
@@ -75,8 +75,9 @@ class TransMIL(TokenHead):
         self.output = nn.Linear(width, classes)
 
     def logits(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
-        features = drop(F.relu(self.features(kept.tokens)), self.dropout if self.training else 0.0, generator)
+        features = self.drop(F.relu(self.features(kept.tokens)), generator)
         x = torch.cat([self.class_token.expand(len(kept), -1, -1), features], 1)
+        # The class token always counts.
         weights = F.pad(kept.weights, (1, 0), value=1.0)
         x = x + self.first(x, weights)
         x = torch.cat([x[:, :1], self.position(x[:, 1:], kept.weights, kept.positions, kept.grid)], 1)

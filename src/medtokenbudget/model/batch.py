@@ -87,6 +87,7 @@ class Routed:
             return {}
         lesion, kept, center, k = np.asarray(self.measured).reshape(-1, 4).T
         n = np.full(len(lesion), self.grid[0] * self.grid[1])
+        # By chance each patch is kept with probability k / n.
         counts = {"router": kept, "center": center, "random": lesion * k / n}
         return {name: retention_of_counts(values, lesion, k, n) for name, values in counts.items()}
 
@@ -172,6 +173,7 @@ def route_files(
     router.answers((), amount, config.selector)  # a wrong request is refused before a file is made
     if config.lesions:
         router.require_lesion_map(config.selector)
+    # Several processes cannot append to one file, so they always write shards.
     in_one = engine == "local" and address is None and config.jobs == 1 and not config.shard_size
     if store is not None:
         if masks is not None or not in_one:
@@ -201,6 +203,7 @@ def route_files(
     budget, guarantee = (None, amount.to_json()) if isinstance(amount, Guarantee) else (amount, None)
     summary = {name: getattr(routed, name) for name in ("failed", "masks_failed", "unfamiliar")}
     summary |= {"model": router.fingerprint, "selector": config.selector or router.main, "budget": budget, "guarantee": guarantee}
+    # JSON has no NaN, so what was not measured is null.
     summary |= {"images": routed.done, "retention": retention or None, "notice": NOTICE}
     files.write_json(folder / SUMMARY, summary)
     if routed.masks_failed or routed.masks:
@@ -290,6 +293,7 @@ def write_table(
     metadata, masks = _metadata(model, config), kind is Routing
     sizes, maps = (config.batch_size, config.workers), bool(config.lesions)
     answers = model.answers(shard.sources, amount_of(model, config), config.selector, *sizes, masks, kind, maps, store)
+    # Lines are appended as images fail, so an earlier list must go first.
     if isinstance(errors, Path):
         files.remove(errors)
 
@@ -314,6 +318,7 @@ def write_table(
                 routed.failed += 1
                 routed.reason = routed.reason or source.reason
                 continue
+            # Numbered over all images: photos of one name must not overwrite each other, and a shard made again has the same names.
             name, row = f"{shard.first + routed.done + routed.failed:06d}-{Path(answer.image).stem}.png", row_of(answer)
             if shard.overlays is not None:
                 _save_overlay(shard.overlays / name, answer, partial(note, source))
@@ -382,6 +387,7 @@ def _table_in_shards(
         files.claim(folder / TABLE / REQUEST, request, f"The table in {folder / TABLE}", advice)
         # The workers of a cluster have other working directories.
         shards = list(_plan(folder.resolve(), sources, config, files.sha256_json(request)))
+        # By the hash of each table: one that was damaged after it was written is made again.
         missing = [shard for shard in shards if not shard.is_finished]
         total, left = sum(map(len, shards)), sum(map(len, missing))
         elsewhere = bool(missing) and (execution.engine == "ray" or processes > 1)
@@ -453,6 +459,7 @@ def _make_shards(config: RouteConfig, model: MedTokenBudget, shards: Sequence[Sh
     """Route the images of shards and publish each: tokens and overlays first, then the table, its record last."""
     for shard in shards:
         errors: list[dict[str, str]] = []
+        # First: a shard that is cut short must not have the record of an earlier one.
         files.remove(shard.record)
         routed = write_table(model, shard, config, advance, errors)
         counts = {name: getattr(routed, name) for name in (*_SUMS, "unfamiliar", "mask_reason")}
@@ -539,6 +546,7 @@ def table_writer(path: Path, schema: Any) -> Iterator[Callable[[dict[str, Any]],
     with atomic_write(path) as temporary:
         if path.suffix.lower() == ".csv":
             with open(temporary, "w", newline="", encoding="utf-8") as stream:
+                # The default of `csv` is \r\n on every system.
                 lines = csv.DictWriter(stream, schema.names, lineterminator="\n")
                 lines.writeheader()
                 yield lambda row: lines.writerow({name: _csv_text(value) for name, value in row.items()})
@@ -596,6 +604,7 @@ def token_writer(path: Path, metadata: dict[str, str], dtype: TokenFormat) -> It
             stream.write(np.ascontiguousarray(answer.tokens, dtype=kind).tobytes())
             ranked = answer.kept is not None
             if answer.kept is not None:
+                # 16 bits hold the patch numbers of grids up to 181 x 181.
                 indices.write(answer.kept.astype("<i2").tobytes())
 
         yield add
@@ -607,6 +616,7 @@ def token_writer(path: Path, metadata: dict[str, str], dtype: TokenFormat) -> It
             tensors["indices"] = {"dtype": "I16", "shape": rows, "data_offsets": [start, end]}
             indices.seek(0)
             shutil.copyfileobj(indices, stream, 1 << 20)
+        # After the indices, in the order of the offsets: safetensors allows no gaps.
         if packed:
             tensors["counts"] = {"dtype": "I32", "shape": [len(counts)], "data_offsets": [end, end + len(counts) * 4]}
             stream.write(np.asarray(counts, "<i4").tobytes())

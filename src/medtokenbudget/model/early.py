@@ -77,6 +77,7 @@ class EarlyRouting:
     def wrap(self, backbone: Backbone) -> EarlyBackbone:
         """Return the backbone with this route; it takes over the network."""
         selector, score = self._selector()
+        # The scout runs in the same pass as the backbone.
         self.router.to(backbone.device)
         inside, n = self.way == "inside", backbone.grid[0] * backbone.grid[1]
         k = budget_to_k(self.budget, n, 1)
@@ -208,6 +209,7 @@ def untrained_router(name: str, way: Way, backbone: BackboneConfig, block: int =
     looks_with = backbone if way == "inside" else BackboneConfig(name="embedded")
     fingerprint = Backbone.load(looks_with).fingerprint
     if way == "inside":
+        # Inside, the patches are chosen from the tokens that enter the block.
         looks_with, fingerprint = replace(looks_with, layer=block - 1), {**fingerprint, "layer": block - 1}
     classifiers = {name: RoutedClassifier(create_selector(name), None)}
     return MedTokenBudget(looks_with, fingerprint, (), classifiers, TrainConfig(), main=name, device="cpu")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
 HALF_A_LEVEL = 0.5 / 255
+"""How far outside 0 to 1 floats may lie: normalizing and undoing it rounds."""
 Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of the three channels."""
 _FORMS = "`images` must be paths, folders, pictures, arrays, tensors, bytes, open files or a data loader"
@@ -117,12 +118,14 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
     if statistics is not None and kind == "uint8":
         raise RequestError(f"{name}: `normalized` belongs to floats, got {kind}. Leave it out.")
     last, first = len(shape) in (3, 4) and shape[-1] in (1, 3), len(shape) in (3, 4) and shape[-3] in (1, 3)
+    # Both or neither: [B, 3, H, 3] has channels in two places, [5, 7, 9] in none.
     if last == first and len(shape) != 2:
         advice = " Leave out the fourth channel, alpha." if 4 in (*shape[-1:], *shape[-3:-2]) else ""
         raise ShapeError(
             f"{name}: pixels must be [B, 3, H, W], [B, H, W, 3], [3, H, W], [H, W, 3] or gray with 1 instead of 3, "
             f"got {kind} {shape}.{advice}"
         )
+    # Torch warns about arrays that cannot be written and fails on negative strides, such as those of a flipped picture.
     pixels = images.detach() if isinstance(images, Tensor) else torch.from_numpy(np.require(images, requirements=["C", "W"]))
     pixels = pixels.unsqueeze(-1) if len(shape) == 2 else pixels.movedim(-3, -1) if first else pixels
     pixels = pixels.reshape(-1, *pixels.shape[-3:]).expand(-1, -1, -1, 3)
@@ -143,7 +146,8 @@ def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: S
         else:
             advice = "so they seem to be normalized. Pass `normalized=True`, or `(mean, std)` if they differ from the model's"
         raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
-    return pixels.mul(255).round().to(torch.uint8)
+    # Clamped, because half a level above white rounds to 256, which is 0 in eight bits: black.
+    return pixels.mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageSource]:
@@ -212,6 +216,7 @@ def _of_path(text: str) -> Iterator[ImageSource]:
             raise readers.no_images(path)
     elif path.suffix.lower() == ".parquet" and path.exists():
         yield from expand(Manifest.read(path))
+    # Only where no file has this name: brackets and question marks are allowed in names.
     elif not path.exists() and glob.has_magic(text):
         matches = sorted(glob.iglob(text, recursive=True))
         if not matches:
@@ -485,6 +490,7 @@ def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:
 
 def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], grid: tuple[int, int] | None) -> Decoded:
     try:
+        # Names of files are bytes, which need not be text; tables hold text.
         if (printable := source.name.encode("utf-8", "backslashreplace").decode()) != source.name:
             raise RequestError(f"The file name {printable} is not valid UTF-8, so no table can name it. Rename the file.")
         picture = source.open()
@@ -527,6 +533,7 @@ def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee, s
         raise RequestError(
             f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep the patches above a threshold."
         )
+    # One order for all: K differs between the images, so they cannot be gathered as one batch.
     order = rank(scores)
     # In double precision, as in the calibration: a score that equals the threshold is kept.
     counts = guarantee.counts(scores.double().cpu().numpy()).tolist()

@@ -28,6 +28,7 @@ from medtokenbudget.files import exclusive
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
+from medtokenbudget.routing import Ranker, pooled_means, rank
 from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
@@ -105,6 +106,7 @@ class MedTokenBudget(nn.Module):
             has = "has no head, but the model has classes" if classes else "has a head, but the model has no classes"
             raise RequestError(f"The method '{wrong[0]}' {has}. Give every method a head, or none.")
         self.backbone_config, self.train_config, self.main, self.card = backbone, train_config, main, card
+        # As it comes back from a file, with lists for tuples, so that the two can be compared.
         self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
         self.classes, self.guarantees, self.info = tuple(classes), tuple(guarantees), dict(info or {})
         self.tokens_from = None if tokens_from is None else (tokens_from[0], json.loads(json.dumps(tokens_from[1])))
@@ -323,6 +325,7 @@ class MedTokenBudget(nn.Module):
     def tokens(self, images: Any, normalized: Normalized = False) -> TokenBatch:
         """Return tokens of a few images in any form that `route` takes. A `TokenBatch` is only moved to the model's device."""
         if isinstance(images, TokenBatch):
+            # Pixels are never negative, features of a backbone are; without this check their scores would be noise.
             reads_pixels = self.backbone_fingerprint["name"] in READS_PIXELS and images.pixels is None
             if reads_pixels and (images.dim != self.backbone.dim or bool((images.patches[:, :, :3] < 0).any())):
                 raise RequestError("The router reads pixels, but these tokens are of a backbone. Pass `model.tokens(images)`.")
@@ -379,6 +382,7 @@ class MedTokenBudget(nn.Module):
         if isinstance(budget, Guarantee):
             raise RequestError("A guarantee keeps another number of patches of each image, which are no batch. Use `route`.")
         chosen, share = self.classifier(selector).selector, self.budget(budget)  # a wrong budget is an error here already
+        # Wrong statistics are an error here already, too.
         self.statistics(normalized)
 
         @torch.no_grad()
@@ -391,19 +395,18 @@ class MedTokenBudget(nn.Module):
 
     @torch.inference_mode()
     def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:
-        """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches once for all budgets."""
+        """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers score the patches once for all budgets."""
         classifier, tokens = self.classifier(selector), self.tokens(images)
         chosen, head = classifier.selector, classifier.required_head
         with evaluating(classifier):
-            if head.reads != "mean":
-                selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n)) for budget in budgets]
+            counts = [chosen.count(budget, tokens.n) for budget in budgets]
+            scores = inference.select(chosen, tokens, tokens.n).scores if isinstance(chosen, Ranker) else None
+            if scores is not None and head.reads == "mean":
+                # One sum along the order serves all budgets: a fifth of the time of gathering the tokens of a hundred.
+                logits = head(pooled_means(tokens.patches, rank(scores), counts))
+            else:
+                selections = [inference.select(chosen, tokens, k, scores) for k in counts]
                 logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
-            elif chosen.stochastic:  # one image at a time, as in `inference.select`
-                rows = [tokens.take([row]) for row in range(len(tokens))]
-                seeded = (torch.Generator().manual_seed(inference.SEED) for _ in rows)
-                logits = head(torch.cat([chosen.pooled(row, budgets, noise) for row, noise in zip(rows, seeded)]))
-            else:  # a head that reads the mean needs no gathered tokens
-                logits = head(chosen.pooled(tokens, budgets))
         return logits.softmax(-1).cpu().numpy()
 
     @property

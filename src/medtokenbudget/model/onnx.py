@@ -29,7 +29,7 @@ from medtokenbudget.heads import Head
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model.inference import select
 from medtokenbudget.model.model import MedTokenBudget
-from medtokenbudget.routing import Ranker, Selector
+from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
 
@@ -62,11 +62,13 @@ def export_onnx(
         # A method text has characters that file systems reject.
         path = Path(out) / f"{graph}-{method.replace(':', '-').replace('+', '-')}-{budget:g}.onnx"
         with atomic_write(path) as temporary:
+            # With one image the exporter would take the size of the batch for a constant.
             inputs = _example(model, module, batch=2, seed=0)
             shapes: Any = [{0: torch.export.Dim("batch", min=1, max=1024)} for _ in inputs]
             # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or as nothing if it is empty.
             shapes = (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
             proto = _exported(module, inputs, ["logits" if model.has_head else "scores", "indices"], shapes)
+            # A number in place of a name: the graph would take this size alone.
             if proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value:
                 raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
             _write(proto, temporary, _metadata(model, budget, graph, method))
@@ -239,6 +241,7 @@ class TokensGraph(nn.Module):
         super().__init__()
         self.backbone, self.network = model.backbone, model.backbone.model
         self.rankers: list[Any] = [model.classifier(name).selector for name in ranked]
+        # Submodules, so that the exporter finds their weights.
         self.parts = nn.ModuleList(ranker for ranker in self.rankers if isinstance(ranker, nn.Module))
         read = {name for ranker in self.rankers for name in ranker.requires}
         self.signals = tuple(name for name in SIGNALS if name in read and name != "luminance")
@@ -248,6 +251,7 @@ class TokensGraph(nn.Module):
         tokens = self.backbone.tokens(self.backbone.normalize(pixels), self.signals)
         fields: dict[str, Any] = {name: getattr(tokens, name) for name in self.signals}
         batch = TokenBatch(tokens.patches, tokens.grid, cls=tokens.cls, luminance=luminance(pixels, tokens.grid), **fields)
+        # One pass of the main method gives scores, lesion map and what the familiarity reads.
         main, *others = self.rankers
         sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, batch)
         outputs = [tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)])]
@@ -265,6 +269,7 @@ class HeadsGraph(nn.Module):
 
     def forward(self, patches: Tensor, orders: Tensor) -> Tensor:
         n = patches.shape[1]
+        # The mean of the first K patches for every K at once, instead of N gathers.
         sums = patches[0][orders].cumsum(1)  # [M, N, D]
         means = sums / torch.arange(1, n + 1, dtype=torch.float32).view(1, -1, 1)
         return torch.stack([head(means[row]) for row, head in enumerate(self.heads)])
@@ -290,7 +295,7 @@ def write_web_graphs(model: MedTokenBudget, out: Path) -> WebGraphs:
 
 
 def _plan(model: MedTokenBudget) -> WebGraphs:
-    ranked, fixed, left_out = [], {}, {}
+    ranked, fixed, left_out, n = [], {}, {}, model.grid[0] * model.grid[1]
     for name in model.selectors:
         classifier = model.classifier(name)
         selector, head = classifier.selector, classifier.head
@@ -305,8 +310,10 @@ def _plan(model: MedTokenBudget) -> WebGraphs:
             left_out[name] = f"it reads {', '.join(foreign)}"
         elif not selector.stochastic:
             ranked.append(name)
-        elif (scores := _drawn_scores(model, selector, seed=0)) == _drawn_scores(model, selector, seed=1):
-            fixed[name] = scores
+        elif not selector.reads_patches and not selector.requires:
+            # Its generator starts anew for every image, so it always draws the same scores.
+            drawn = select(selector, TokenBatch(torch.zeros(1, n, model.dim), model.grid), n).scores
+            fixed[name] = [] if drawn is None else drawn[0].tolist()
         else:
             left_out[name] = "it draws at random from the tokens"
     if model.main not in ranked:
@@ -315,21 +322,13 @@ def _plan(model: MedTokenBudget) -> WebGraphs:
     return WebGraphs(tuple(ranked), fixed, tuple(name for name in model.selectors if name not in left_out), left_out)
 
 
-def _drawn_scores(model: MedTokenBudget, selector: Selector, seed: int) -> list[float]:
-    """Return the scores [N] of a ranker that draws; its generator starts anew for every image, so they may be always the same."""
-    n = model.grid[0] * model.grid[1]
-    tokens = TokenBatch(torch.randn(1, n, model.dim, generator=torch.Generator().manual_seed(seed)), model.grid)
-    scores = select(selector, tokens, n).scores
-    assert scores is not None
-    return [float(value) for value in scores[0].tolist()]
-
-
 def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> dict[str, Tensor]:
     """Return the patches [1, N, D] of one picture and the rankings [M, N] of the methods; a random one where the mask ranks."""
     tokens = model.encode(pixels)
     orders: list[Tensor] = []
     for name in graphs.methods:
         selector = model.classifier(name).selector
+        # Any order will do to compare the heads: the page makes this one from the mask.
         if selector.name in FROM_MASK:
             orders.append(torch.randperm(tokens.n, generator=torch.Generator().manual_seed(len(orders)))[None])
         else:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from medtokenbudget import __version__, files
-from medtokenbudget.backbone.backbone import located
+from medtokenbudget.backbone.backbone import HUB, find_recipe
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.files import exclusive, fetch
+from medtokenbudget.files import exclusive, fetch, remembered
 from medtokenbudget.heads import create_head
 from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.routing import create_selector, selector_class
@@ -55,6 +56,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         return inside if (inside / CONFIG).exists() else folder
     if folder.exists():
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
+    # A mistyped path below a folder of this machine has the form of a hub id too.
     looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or looks_local:
         raise UnknownNameError.of("model", str(name), SHIPPED, "(no folder of a model or run, and no hub id such as owner/name)")
@@ -115,6 +117,7 @@ def write_folder(
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
         files.write_bytes(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
         hashes[name] = files.sha256_file(folder / name)
+    # Left by a model with more methods that was saved here before.
     if HEADS not in tensors:
         (folder / HEADS).unlink(missing_ok=True)
     files.write_text(folder / CARD, card or _short_card(identity))
@@ -169,6 +172,7 @@ def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]])
     digest = hashlib.sha256(files.sha256_json(identity).encode())
     for file in sorted(tensors):
         for name, value in sorted(tensors[file].items()):
+            # With name and shape: without them other tensors of the same bytes would have the same hash.
             digest.update(f"{file}/{name}{list(value.shape)}".encode())
             digest.update(value.contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -190,6 +194,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = files.unsealed(path, config, "Copy the model folder again, or train the model again.")
     if wrong := [name for name in ("identity", "backbone", "train", "info", "files") if not isinstance(config.get(name), dict)]:
         raise RequestError(f"{path} is damaged: {wrong[0]} must be an object. {_COPY_AGAIN}")
+    # Names from the file become paths: one such as ../../secret must not be opened.
     if not {TENSORS} <= set(config["files"]) <= {TENSORS, HEADS}:
         raise RequestError(f"{path} is damaged: its files must be {TENSORS} and, for other methods, {HEADS}. {_COPY_AGAIN}")
     return config
@@ -234,6 +239,7 @@ def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         identity = dict(json.loads(header["medtokenbudget"]))
     except (ValueError, TypeError, RecursionError):
         raise RequestError(f"{path} is damaged: its header cannot be read. {_COPY_AGAIN}") from None
+    # Before the hash: files of two models that were mixed up are named as such, not as damaged.
     if identity != config["identity"]:
         advice = "Use the files of one saved model. To change classes, methods or backbone, train again."
         raise MismatchError.between(f"{path} and {CONFIG}", files.dotted(identity), files.dotted(config["identity"]), advice)
@@ -298,3 +304,20 @@ def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | 
     except (TypeError, RequestError) as error:
         raise RequestError(f"{source / CONFIG} does not describe a backbone of this version: {error}.") from None
     return settings if weights is not None else located(settings, config["identity"][name]["weights"], source)
+
+
+def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
+    """Point a configuration that was read from a file to the weights with this hash on this machine, or in the folder `beside`.
+
+    Stores and models are shared, so they name weights by file name and hash. Where the file is, only this user's machine knows.
+    """
+    known = remembered(sha256)
+    if config.weights is not None:
+        places = [config.weights] if config.weights.is_absolute() else []
+        places += [beside / config.weights.name] if beside is not None else []
+        return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
+    if config.name.startswith(HUB):
+        homes = (f"{HUB}{path.parent}" for path in known if path.parent.name == config.name.removeprefix(HUB))
+        return replace(config, name=next(homes, config.name))
+    folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
+    return replace(config, name=next((folder for folder in folders if find_recipe(folder) is not None), config.name))

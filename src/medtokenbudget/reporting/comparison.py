@@ -104,6 +104,7 @@ class Comparison:
             measures_of = {first.name: shown_in("test"), **self.comparable}
             for run in self.runs:
                 rows = self._board_rows(run, view)
+                # The share of the ceiling needs what retention needs, and is not tested itself.
                 needed = "retention" if metric == "retention_of_ceiling" else metric
                 if needed not in measures_of[run.name] or (view == OFF_CENTER and not _same_crops(left, rows)):
                     continue
@@ -112,6 +113,7 @@ class Comparison:
                 parts += [rows[rows["method"] == m].assign(method=f"{m} of {run.name}") for m in wanted]
             rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
             if len(rows):
+                # Seeds of two runs are different numbers: the first is paired with the first.
                 seeds = rows.groupby("method")["seed"].rank(method="dense").astype(int)
                 rows = rows.assign(study="comparison", dataset="comparison", seed=seeds)
                 board = statistics.ranking(rows, metric)
@@ -218,11 +220,13 @@ def _same_crops(left: pd.DataFrame, right: pd.DataFrame) -> bool:
     columns = ["lesion", "n_patches"]
     a, b = (f.drop_duplicates("image_id").set_index("image_id")[columns] for f in (left, right))
     shared = a.index.intersection(b.index)
+    # As objects, and -1 for what is missing, which would differ from itself.
     return bool(len(shared)) and a.loc[shared].astype(object).fillna(-1).equals(b.loc[shared].astype(object).fillna(-1))
 
 
 def _aligned(frame: pd.DataFrame, to: pd.DataFrame, classes: Sequence[str], to_classes: Sequence[str]) -> pd.DataFrame:
     """Give `frame` the images and groups of `to` and number its classes like `to_classes`."""
+    # Both methods of a pair are exchanged in whole groups, so their runs must agree on the groups.
     groups = to.drop_duplicates("image_id").set_index("image_id")["group"]
     frame = frame[frame["image_id"].isin(groups.index)]
     frame = frame.assign(group=frame["image_id"].map(groups))

@@ -97,8 +97,7 @@ def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Exam
 
 
 def _label(run: ReportRun, name: str) -> str:
-    rows = run.main_predictions
-    rows = rows[(rows["image_id"] == name) & (rows["method"] == run.focus) & np.isclose(rows["budget"], run.headline)]
+    rows = run.focus_rows[run.focus_rows["image_id"] == name]
     if rows.empty or rows["label"].iloc[0] < 0:
         return ""
     true, predicted = (str(rows[column].iloc[0]) for column in ("label_name", "predicted_name"))

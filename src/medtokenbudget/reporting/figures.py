@@ -109,6 +109,7 @@ def _over_budgets(comparison: Comparison, metric: str) -> Figure | None:
     if metric == "retention_of_ceiling":
         axes.set_ylim(None, 1.02)
     low, high = min(comparison.budgets), max(comparison.budgets)
+    # A single budget has no range of its own.
     axes.set_xlim(low - 0.04, high + 0.02) if high > low else axes.set_xlim(low - 0.1, low + 0.1)
     budget_axis(axes, comparison.budgets)
     percent_axis(axes, label=METRICS[metric].axis)
@@ -233,6 +234,7 @@ def _score_histogram(run: ReportRun) -> Figure | None:
         return None
     scores, lesion = orders.scores[run.focus, min(seeds)][orders.has_mask], orders.lesion[orders.has_mask]
     figure, axes = new_figure(3.6)
+    # Probabilities have the same axis in every report; other scores have no fixed range.
     bins = np.linspace(0, 1, 41) if scores.min() >= 0 and scores.max() <= 1 else np.linspace(scores.min(), scores.max(), 41)
     for values, color, name in ((scores[~lesion], BACKGROUND, "background"), (scores[lesion], KEPT, "lesion")):
         if not values.size:
@@ -326,17 +328,16 @@ def _center_bias(run: ReportRun) -> Figure | None:
 
 def _reliability(run: ReportRun) -> Figure | None:
     """Draw confidence against accuracy of the main method at the headline budget, all seeds together."""
-    rows, method = run.main_predictions, run.focus
-    rows = rows[(rows["method"] == method) & np.isclose(rows["budget"], run.headline) & (rows["label"] >= 0)]
-    error = run.at("ece").get(method)
+    rows, error = run.focus_rows[run.focus_rows["label"] >= 0], run.at("ece").get(run.focus)
     if rows.empty or error is None:
         return None
     confidence, accuracy, counts = metrics.reliability(rows["label"], rows["predicted"], probability_matrix(rows))
+    # An empty bin has neither confidence nor accuracy.
     confidence, accuracy = confidence[counts > 0], accuracy[counts > 0]
     figure, (axes, below) = plt.subplots(2, 1, figsize=(WIDTH, 4.9), sharex=True, height_ratios=[3, 1])
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="perfectly calibrated")
     axes.vlines(confidence, np.minimum(confidence, accuracy), np.maximum(confidence, accuracy), color=BACKGROUND)
-    label = f"{look(method).title}, ECE {100 * error:.1f}%"
+    label = f"{look(run.focus).title}, ECE {100 * error:.1f}%"
     axes.plot(confidence, accuracy, color=KEPT, marker="o", linewidth=2.0, label=label)
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
     percent_axis(axes, label="accuracy (%)")

@@ -123,6 +123,7 @@ class ReportRun:
         results, predictions = info.results, info.predictions
         if results.empty:
             raise RequestError(f"{path / run_files.RESULTS} has no rows yet. Run the same command again to finish the run.")
+        # The CSV file has ten digits of a budget, the Parquet file all: unrounded the two would not meet.
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
         missing: list[str] = []
@@ -146,6 +147,7 @@ class ReportRun:
         attributes = pd.read_parquet(strata) if strata else pd.DataFrame()
         if by:
             columns = pd.DataFrame({"image_id": info.manifest.ids, **column_strata(info.manifest, by)})
+            # A column that is asked for again replaces the one that the evaluation stored.
             earlier = attributes.drop(columns=[name for name in columns if name != "image_id"], errors="ignore")
             attributes = columns if earlier.empty else earlier.merge(columns, on="image_id", how="left")
         return cls(name, info, results, predictions, training, orders, manifest, attributes, missing)
@@ -180,10 +182,14 @@ class ReportRun:
         return self.images(self.study, AS_IS)
 
     @cached_property
+    def headline_rows(self) -> pd.DataFrame:
+        """Predictions at the headline budget."""
+        return self.main_predictions[np.isclose(self.main_predictions["budget"], self.headline)]
+
+    @property
     def focus_rows(self) -> pd.DataFrame:
-        """Predictions of the method the report is about, at the headline budget."""
-        rows = self.main_predictions
-        return rows[(rows["method"] == self.focus) & np.isclose(rows["budget"], self.headline)]
+        """The same of the method the report is about."""
+        return self.headline_rows[self.headline_rows["method"] == self.focus]
 
     @cached_property
     def budgets(self) -> list[float]:
@@ -328,8 +334,7 @@ class ReportRun:
 
     def difference(self, method: str, other: str, metric: str) -> Difference | None:
         """Return `method` minus `other` at the headline budget of the headline study; None unless both were measured."""
-        rows = self.main_predictions
-        rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], self.headline)]
+        rows = self.headline_rows[self.headline_rows["method"].isin([method, other])]
         if {method, other} - set(rows["method"]):
             return None
         tests = statistics.compare(rows, method, (metric,))
@@ -341,8 +346,7 @@ class ReportRun:
 
     @property
     def _at_headline(self) -> pd.DataFrame:
-        rows = self.main_predictions
-        return rows[np.isclose(rows["budget"], self.headline) & (rows["method"] != "no-pruning")]
+        return self.headline_rows[self.headline_rows["method"] != "no-pruning"]  # keeps everything of every stratum
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
@@ -361,6 +365,7 @@ class ReportRun:
     def by_attribute(self) -> pd.DataFrame:
         """The same by every property of `attributes`, with the column `property`."""
         parts = []
+        # With an underscore: the numbers behind the strata.
         known = [name for name in map(str, self.attributes) if name != "image_id" and not name.startswith("_")]
         first = [name for name in ("class", *STRATA) if name in known]
         for name in dict.fromkeys([*first, *known]):

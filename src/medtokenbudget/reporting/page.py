@@ -63,6 +63,7 @@ def build(
         for table in tables:
             table.write(folder / "tables")
         figures = draw_figures(comparison, folder / "figures")
+        shown = [method for run in comparison.runs for method in run.results["method"]]
         further = {metric.term for metric in METRICS.values() if metric.places == ("further",)}
         page = text.page_template().render(
             comparison=comparison,
@@ -74,7 +75,8 @@ def build(
             use_notice=USE_NOTICE,
             jpeg=jpeg,
             picture_key=_PICTURE_KEY,
-            methods=[(method, look(method)) for method in _methods(comparison)],
+            # The glossary explains every method that a table shows.
+            methods=[(method, look(method)) for method in comparison.first.with_controls(shown)],
             # The page links the table of further measures, and does not show it.
             glossary={term: words for term, words in GLOSSARY.items() if term not in further},
             version=__version__,
@@ -87,13 +89,8 @@ def build(
     return Built(folder / PAGE, _numbers(comparison))
 
 
-def _methods(comparison: Comparison) -> list[str]:
-    """Return the methods of the glossary: every one that a table shows."""
-    return comparison.first.with_controls(m for run in comparison.runs for m in run.results["method"])
-
-
 def _of_one_run(run: ReportRun) -> dict[str, Any]:
-    attributes, training = run.attributes if run.attributes is not None else (), training_of(run)
+    training = training_of(run)
     # The way from the run to manifest, store and model names folders, perhaps a person; the page is made to be shared.
     configuration = read_json(run.info.path / "run.json")
     configuration |= {"manifest": run.info.manifest_path.name, "store": run.info.store_path.name}
@@ -103,7 +100,7 @@ def _of_one_run(run: ReportRun) -> dict[str, Any]:
         "headline": text.headline(run),
         "facts": text.facts(run),
         "failures": text.failures(run),
-        "properties": [f"{name.capitalize()}: {how}" for name, how in METHODS.items() if name in attributes],
+        "properties": [f"{name.capitalize()}: {how}" for name, how in METHODS.items() if name in run.attributes],
         "paper_dataset": paper.DATASETS.get(run.source),
         "trained": look(str(training["method"].iloc[0])).title if len(training) else "",
         "follows_budget": follows_budget(run),

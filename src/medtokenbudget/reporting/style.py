@@ -93,6 +93,7 @@ def svg_for_page(svg: str, name: str) -> str:
     """Turn an SVG file into an element of the page: unique ids, and colors that follow light and dark mode."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.S)
+    # Unique in its file, but a page has many figures.
     body = re.sub(r'\bid="', f'id="{name}-', body)
     body = re.sub(r'href="#', f'href="#{name}-', body)
     body = re.sub(r"url\(#", f"url(#{name}-", body)

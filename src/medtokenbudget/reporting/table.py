@@ -105,6 +105,7 @@ def best(methods: Sequence[str], values: Sequence[Sequence[float]], labels: int 
     cells: set[tuple[int, int]] = set()
     for column, numbers in enumerate(zip(*values), labels):
         candidates = {
+            # As printed, with one digit of a percentage: what reads equal is equally good.
             r: round(value, 3)
             for r, (method, value) in enumerate(zip(methods, numbers))
             if not is_reference(method) and not is_missing(value)

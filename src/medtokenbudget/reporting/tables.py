@@ -197,7 +197,7 @@ def sweep(comparison: Comparison, metric: str, study: Study | None = None) -> Ta
     budgets = sorted({budget for table in cells for budget in table["budget"]})
     columns: list[Column] = [(budget_text(b), metric, AS_IS, b) for b in budgets]
     if study is not None:
-        words = _words("sweep", title=study.title) | {"section": study.section}
+        words = _words("sweep", title=study.title) | {"section": "studies"}
         return _pivot(comparison, study.name, columns, words, lambda run: study.name)
     words = _words("sweep", title=f"{METRICS[metric].term} ({METRICS[metric].unit}) at all budgets")
     table = _pivot(comparison, f"{metric.replace('_', '-')}-sweep", columns, words)
@@ -247,7 +247,7 @@ def study_tables(comparison: Comparison) -> list[Table | None]:
             tables.append(sweep(comparison, "accuracy", study))
         elif study.form == "budgets" and study.name != comparison.first.study:
             tables.append(by_budget(comparison, study))
-        if "paired-seeds" in study.tables and not comparison.several:
+        if study.paired and not comparison.several:
             tables += paired_seeds(comparison.first, study)
     return tables
 
@@ -256,7 +256,7 @@ def by_budget(comparison: Comparison, study: Study) -> Table | None:
     """Show mean and deviation over seeds with one row per budget and method, like the paper's robustness table."""
     columns: list[Column] = [(METRICS[m].heading, m, AS_IS, None) for m in (*shown_in("interval"), *study.metrics)]
     budgets = _headline_budgets([run.cells(study.name, AS_IS) for run in comparison.runs])
-    words = _words("study", title=study.title or f"Study “{study.name}”") | {"section": study.section}
+    words = _words("study", title=study.title or f"Study “{study.name}”") | {"section": "studies"}
     return _pivot(comparison, study.name, columns, words, lambda run: study.name, budgets)
 
 
@@ -293,7 +293,7 @@ def paired_seeds(run: ReportRun, study: Study) -> list[Table]:
         deltas = [f"Δ {METRICS[metric].term.lower().replace('f1', 'F1')}" for metric in metrics]
         heads, breaks = ["Budget", f"{title} minus", *deltas, "Seeds"], changes([row[0] for row in rows])
         words = _words("paired-seeds", method=title, n=_counts(results, reference))
-        tables.append(Table(name, columns=heads, rows=rows, data=gaps, labels=2, breaks=breaks, section=study.section, **words))
+        tables.append(Table(name, columns=heads, rows=rows, data=gaps, labels=2, breaks=breaks, section="studies", **words))
     return tables
 
 
@@ -493,7 +493,7 @@ def worst(run: ReportRun, named: bool = True) -> Table | None:
 def new_lesions(run: ReportRun) -> Table | None:
     """Show classification on all validation images, and on images of lesions (or patients) that no training image shows."""
     seen = [] if run.manifest is None else [name for name, cross in zip(run.manifest.ids, run.manifest.crossing) if cross]
-    images = run.main_predictions[np.isclose(run.main_predictions["budget"], run.headline)]
+    images = run.headline_rows
     new = images[~images["image_id"].isin(seen)]
     if not 0 < len(new) < len(images) or not run.info.classes:
         return None

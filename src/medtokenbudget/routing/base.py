@@ -137,6 +137,7 @@ class Selector(ABC):
             if name not in known:
                 raise UnknownNameError.of("signal", name, known)
         if "lesion" in signals:
+            # A mask that is passed is there for every image of the batch.
             signals = {"has_mask": torch.ones(b, dtype=torch.bool, device=tokens.device), **signals}
         if prefix:
             signals = {"cls": tokens[:, 0], **signals}
@@ -227,7 +228,9 @@ def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tenso
     b, n, _ = patches.shape
     steps = sorted({check_k(k, n) for k in counts})
     ends = torch.tensor(steps, device=order.device)
+    # The inverse permutation: from a patch to its rank.
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(n, device=order.device).expand(b, n))
+    # `right`, because a patch of rank K is not among the first K.
     stage = torch.bucketize(ranks, ends, right=True)
     member = (stage.unsqueeze(1) == torch.arange(len(steps), device=order.device).view(1, -1, 1)).float()
     means = torch.bmm(member, patches.float()).cumsum(1) / ends.view(1, -1, 1)

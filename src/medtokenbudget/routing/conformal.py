@@ -46,10 +46,12 @@ class Promise:
     @property
     def alpha(self) -> float:
         level = self.retention if self.coverage is None else self.coverage
+        # 1 - 0.95 is 0.050000000000000044 in floats.
         return float(1 - Fraction(str(level)))
 
     def allowed_losses(self, lesion: ArrayLike) -> Counts:
         """Return how many of `lesion` [n] lesion patches each image may lose and still keep `retention` of them, `[n]`."""
+        # (1 - 0.9) * 10 is 0.9999999999999998 in floats: one patch too few.
         loss = 1 - Fraction(str(self.retention))
         return np.array([int(loss * int(size)) for size in np.asarray(lesion).reshape(-1)], np.int64)
 
@@ -99,6 +101,7 @@ def relative_scores(scores: ArrayLike) -> Floats:
     values = _scores(scores)
     order = np.argsort(-values, axis=1, kind="stable")
     mass = np.take_along_axis(values, order, axis=1) ** 2
+    # From the worst patch to the best, so that small shares are added to small sums.
     left = np.cumsum(mass[:, ::-1], axis=1)[:, ::-1]
     shares = np.empty_like(values)
     np.put_along_axis(shares, order, left / np.maximum(left[:, :1], np.finfo(float).tiny), axis=1)
@@ -172,8 +175,10 @@ def pick_threshold(
         )
     if not finite.any():  # whatever the threshold is, each image keeps its fewest or its most patches
         return Threshold(float(values.max()), unavoidable, lowest_bound, units, images)
+    # Sorted before, so `first` counts the losses below each candidate.
     candidates, first = np.unique(at[finite], return_index=True)
     total = unavoidable + np.concatenate([[0.0], np.cumsum(weight[finite])])
+    # The last candidate is above all of them: whatever can be lost is.
     candidates, below = np.append(candidates, np.nextafter(candidates[-1], np.inf)), total[np.append(first, -1)]
     bounds = corrected_risk(below, units)
     best = int(np.flatnonzero(bounds <= promise.alpha + _SLACK)[-1])

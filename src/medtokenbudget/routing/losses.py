@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import LossWeights
 from medtokenbudget.errors import MissingSignalError, ShapeError
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.tokens import TokenBatch, check_axes
 
 _MARGIN = 1e-7
 _UNLABELED = -1
@@ -24,6 +24,7 @@ def classification_loss(logits: Tensor, label: Tensor, weights: Tensor | None = 
     """Compute the cross-entropy of logits [B, C] and labels [B], with class weights [C]; images labeled -1 do not count."""
     if logits.ndim != 2 or label.shape != logits.shape[:1]:
         raise ShapeError(f"Logits must be [B, C] and label [B], got {list(logits.shape)} and {list(label.shape)}.")
+    # Zero, but with a graph: `backward` of a batch without labels must not fail.
     if not bool((label != _UNLABELED).any()):
         return logits.sum() * 0.0
     return F.cross_entropy(logits.float(), label, weight=weights, ignore_index=_UNLABELED)
@@ -36,7 +37,7 @@ def budget_deviation(k: int, n: int, budget: float) -> float:
 
 def diversity_loss(scores: Tensor) -> Tensor:
     """Average max(0, cosine) over pairs of different images (Eq. 5), scores [B, N]; zero for a batch of one."""
-    b = _checked(scores).shape[0]
+    b, _ = check_axes("scores", "[B, N]", scores)
     if b < 2:
         return scores.sum() * 0.0
     with torch.autocast(scores.device.type, enabled=False):
@@ -51,6 +52,7 @@ def lesion_loss(score_logits: Tensor, lesion: Tensor, has_mask: Tensor) -> Tenso
     rows = has_mask.bool()
     if not bool(rows.any()):
         return score_logits.sum() * 0.0
+    # From logits: the log of a sigmoid near 0 or 1 would lose its digits.
     return F.binary_cross_entropy_with_logits(score_logits[rows].float(), lesion[rows].float())
 
 
@@ -64,6 +66,7 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
     if not bool(rows.any()):
         return attention.sum() * 0.0
     mass = (attention[rows].float() * lesion[rows].float()).sum(1)
+    # Attention on the lesion may round to 0, whose log is -inf.
     return -mass.clamp_min(_MARGIN).log().mean()
 
 
@@ -79,9 +82,10 @@ def lesion_term(
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
     """Compute the mean squared distance of scores [B, N] from the max-normalized class attention [B, N] (Eq. 7)."""
-    if cls_attention.shape != _checked(scores).shape:
+    if cls_attention.shape != check_axes("scores", "[B, N]", scores):
         raise ShapeError(f"Scores {list(scores.shape)} and cls_attention {list(cls_attention.shape)} must agree.")
     attention = cls_attention.float()
+    # Attention that underflows to 0 everywhere is no NaN.
     teacher = attention / attention.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return (scores.float() - teacher).square().mean()
 
@@ -130,14 +134,8 @@ def _graph_if(weight: float) -> nullcontext[None] | torch.no_grad:
     return nullcontext() if weight else torch.no_grad()
 
 
-def _checked(scores: Tensor) -> Tensor:
-    if scores.ndim != 2:
-        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
-    return scores
-
-
 def _check_agree(name: str, values: Tensor, lesion: Tensor, has_mask: Tensor) -> None:
-    if lesion.shape != _checked(values).shape or has_mask.shape != values.shape[:1]:
+    if lesion.shape != check_axes(name.lower(), "[B, N]", values) or has_mask.shape != values.shape[:1]:
         raise ShapeError(
             f"{name} {list(values.shape)}, lesion {list(lesion.shape)} and has_mask {list(has_mask.shape)} must agree on [B, N]."
         )

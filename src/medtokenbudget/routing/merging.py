@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.base import Merger
 from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -28,8 +27,6 @@ class ComparingMerger(Merger):
 
     def __init__(self, compare: Compared = "patches", minimum: int = 16) -> None:
         super().__init__(minimum)
-        if compare not in get_args(Compared):
-            raise UnknownNameError.of("compare", str(compare), get_args(Compared))
         self.compare = compare
         if compare == "keys":
             self.requires = ("mean_key",)
@@ -62,26 +59,22 @@ class RoundMerger(ComparingMerger):
         while x.shape[1] > k:
             count = x.shape[1]
             x, size, moved = self.merge_round(x, size, min(count - k, count // 2), first)
+            # From a patch to its token before the round, to its token after it.
             assignment = moved.gather(1, assignment)
         return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
 
 
-def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the means of the patches [B, N, D] in each of k groups, `[B, k, D]` in fp32, and the sizes of the groups `[B, k]`.
+def merge(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> Selection:
+    """Return the selection whose tokens are the means of the patches [B, N, D] in each of k groups, with the sizes of the groups.
 
     The assignment [B, N] is -1 for patches in no group, and every group must have a patch. Weights [B, N] are positive; None weighs
     all alike.
     """
+    # Shifted by one, because one_hot has no column for -1; the first column is cut off again.
     member = F.one_hot(assignment + 1, k + 1)[..., 1:].float().transpose(1, 2)  # [B, k, N]
     shares = member if weights is None else member * weights.float().unsqueeze(1)
     means = torch.bmm(shares, patches.float()) / shares.sum(2, keepdim=True)
-    return means, member.sum(2)
-
-
-def merge(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> Selection:
-    """Return the selection whose tokens are the group means; arguments as in `group_means`."""
-    means, sizes = group_means(patches, assignment, k, weights)
-    return Selection(tokens=means.to(patches.dtype), weights=sizes, assignment=assignment)
+    return Selection(tokens=means.to(patches.dtype), weights=member.sum(2), assignment=assignment)
 
 
 def squared_distances(patches: Tensor) -> Tensor:
@@ -89,6 +82,7 @@ def squared_distances(patches: Tensor) -> Tensor:
     x = patches.float()
     x = x - x.mean(1, keepdim=True)  # the same distances from smaller numbers
     squared = x.square().sum(-1)
+    # |x|^2 + |y|^2 - 2 x y needs no [B, N, N, D] tensor, but rounds: it may be just below 0.
     distances = (squared.unsqueeze(2) + squared.unsqueeze(1) - 2 * torch.bmm(x, x.transpose(1, 2))).clamp_min(0)
     distances.diagonal(dim1=1, dim2=2).zero_()
     return distances

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.config import Padding, read_share
-from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.tokens import check_grid
+from medtokenbudget.errors import CountError, NonFiniteError, RequestError, UnknownNameError
+from medtokenbudget.tokens import check_axes, check_grid
 
 # Scores are held this far from 0 and 1 before the logit, which is then within about +-14.
 LOGIT_MARGIN = 1e-6
@@ -37,6 +37,7 @@ def check_k(k: int, n: int) -> int:
 
 def rank(scores: Tensor) -> Tensor:
     """Order patches from best to worst, ties by index: [B, N] to int64 [B, N]."""
+    # Not `torch.topk`, which leaves the order of ties open: it differs between devices.
     return torch.argsort(_scores(scores), dim=1, descending=True, stable=True)
 
 
@@ -61,11 +62,13 @@ def straight_through_topk(scores: Tensor, k: int, temperature: float = 0.5, gene
     logits = logits / temperature
     hard = hard_topk(logits.detach(), k).float()
     soft = (k * torch.softmax(logits, dim=1)).clamp(0, 1)
+    # In these brackets: the difference is exactly 0, so the mask is exactly 0 or 1.
     return hard + (soft - soft.detach())
 
 
 def masked_mean(patches: Tensor, mask: Tensor) -> Tensor:
     """Divide the sum of the patches [B, N, D] under a mask [B, N] by the mass of the mask: [B, D] in fp32."""
+    # In fp32 whatever the precision of the pass: sums of some hundred patches lose digits in bf16.
     with torch.autocast(patches.device.type, enabled=False):
         total = torch.bmm(mask.float().unsqueeze(1), patches.float()).squeeze(1)
         return total / mask.float().sum(1, keepdim=True)
@@ -73,6 +76,7 @@ def masked_mean(patches: Tensor, mask: Tensor) -> Tensor:
 
 def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw standard Gumbel noise on the generator's device, so that a CPU generator gives a GPU run the same noise."""
+    # Gumbel noise is -log of an exponential draw, which may be 0.
     exponential = torch.empty(shape, device=generator.device).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float32).tiny).log()
 
@@ -83,9 +87,7 @@ def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, paddin
     The padding 'exclude' averages over the patches that exist; 'zero' counts zeros beyond the border, as plain pooling does, and so
     pulls border patches down.
     """
-    if scores.ndim != 2:
-        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
-    check_grid(grid, scores.shape[1])
+    check_grid(grid, check_axes("scores", "[B, N]", scores)[1])
     if kernel < 1 or kernel % 2 == 0:
         raise RequestError(f"The side of the smoothing filter must be odd, got {kernel}.")
     if padding not in get_args(Padding):
@@ -98,8 +100,7 @@ def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, paddin
 
 
 def _scores(scores: Tensor) -> Tensor:
-    if scores.ndim != 2:
-        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
+    check_axes("scores", "[B, N]", scores)
     if not bool(torch.isfinite(scores).all()):
         raise NonFiniteError("Scores contain NaN or infinite values, so patches cannot be ranked by them.")
     return scores

@@ -149,6 +149,7 @@ class ScoredRanker(LearnedSelector, Ranker):
         """Draw the numbers [B, T] of the patches that a step learns from, without replacement; None means all."""
         if not 0 < patches < tokens.n:
             return None
+        # Ranks of uniform draws are a sample without replacement, with another one for each image.
         draw = torch.rand(len(tokens), tokens.n, generator=generator)
         return draw.argsort(1)[:, :patches].to(tokens.patches.device)
 
@@ -177,6 +178,7 @@ class ScoredRanker(LearnedSelector, Ranker):
         tokens = tokens.float()
         k = self.count(budget, tokens.n)
         at = None if route else self.sample(tokens, config.patches, generator)
+        # Before the sigmoid too: the lesion loss is stable on logits alone.
         score_logits = self.logits(tokens, generator, at)
         scores = torch.sigmoid(score_logits)
         mask = None
@@ -209,10 +211,8 @@ class SoftMerger(LearnedSelector, Merger):
     are used. A slot that no training budget reached keeps its initial weights.
     """
 
-    def __init__(self, slots: int = 256, minimum: int = 16) -> None:
+    def __init__(self, slots: int, minimum: int) -> None:
         super().__init__(minimum)
-        if slots < 1:
-            raise CountError(f"slots must be at least 1, got {slots}.")
         self.slots = slots
 
     @classmethod
@@ -250,6 +250,7 @@ class SoftMerger(LearnedSelector, Merger):
         tokens = tokens.float()
         k = self.count(budget, tokens.n)
         attention = self._attention(tokens, k)
+        # What the head reads is the mean of the tokens, so this is the share of each patch in it.
         mean = attention.mean(1)
         terms = {"lesion": lesion_term(mean, tokens, config.losses.lesion, lesion_mass_loss), **self.extra_terms(tokens, k)}
         weights = {"lesion": config.losses.lesion}
@@ -302,6 +303,7 @@ class Probe(LearnedSelector, Ranker):
                     f"Selector '{self.name}' learns from class labels, which this batch does not have. Label the images."
                 )
             terms[self.term] = classification_loss(logits, tokens.label)
+        # Hard and detached: the head must not change what the probe looks at.
         mask = hard_topk(scores.detach(), self.count(budget, tokens.n)).float() if route else None
         pooled = None if mask is None else masked_mean(tokens.patches, mask)
         return TrainingPass(pooled, terms, torch.sigmoid(relative), weights, mask)

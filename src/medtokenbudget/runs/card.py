@@ -75,6 +75,7 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
 
 
 def _cells(run: Run, table: pd.DataFrame, method: str, view: str = AS_IS) -> pd.DataFrame:
+    # The saved model is of the first seed, so its numbers are.
     seed = run.seeds[0] if run.seeds else None
     rows = table[(table["method"] == method) & (table["seed"] == seed) & (table["view"] == view)]
     return rows[rows["study"] == rows["study"].iloc[0]] if len(rows) else rows

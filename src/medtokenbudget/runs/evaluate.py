@@ -1,6 +1,6 @@
-"""Evaluation: a selector and a head on rows of a store, and a saved model on images that it has never seen.
+"""Evaluation of a saved model, or of a table of kept patches, on images that it has never seen.
 
-A saved model is compared with the controls that a good result has to beat. The evaluation writes the files of a run, so that every
+It is compared with the controls that a good result has to beat. The evaluation writes the files of a run, so that every
 report works on it, and `attributes.parquet` with the stratum of each image. Its images (`HeldOut`) also calibrate a guarantee.
 """
 
@@ -48,9 +48,10 @@ from medtokenbudget.routing.conformal import (
 from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.preflight import available_controls
-from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
+from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, Run, routing_name, write_tables
+from medtokenbudget.runs.sweep import evaluate_views, known_columns, lesion_patches
 from medtokenbudget.runtime import progress, say
-from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
+from medtokenbudget.training.pooled import BATCH
 
 Part = Literal["auto", "val", "select", "train", "all"]
 STUDY = "evaluate"
@@ -63,71 +64,6 @@ _EMBEDDED_PATCH = 14
 ANNOTATOR = "One annotator"
 """The human line among the methods."""
 OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy", "ece")
-
-
-@torch.no_grad()
-def evaluate_views(
-    classifier: RoutedClassifier,
-    method: str,
-    seed: int,
-    store: FeatureStore,
-    manifest: Manifest,
-    views: Mapping[str, np.ndarray],
-    budgets: Sequence[float],
-) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
-    """Evaluate a method on rows of a store, given by view, at every budget.
-
-    Returns the columns of `predictions.parquet` but the study, class -1 without a head, and by view patch orders and scores with
-    the lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
-    """
-    selector, head = classifier.selector, classifier.head
-    frames: list[pd.DataFrame] = []
-    routing: dict[str, dict[str, np.ndarray]] = {}
-    images: dict[str, list[str]] = {}
-    for view, of_view in views.items():
-        rows = with_masks(store, of_view, selector)
-        if not len(rows):
-            continue
-        pooled, evidence = pool_and_judge(store, rows, selector, budgets, seed)
-        probability, label = np.zeros((len(rows), len(budgets), 0), np.float32), np.full(len(rows), -1)
-        predicted = np.full(probability.shape[:2], -1)
-        if head is not None:
-            probability = probabilities(head, store, rows, selector, budgets, seed, pooled)
-            predicted, label = probability.argmax(-1), store.label.numpy()[rows]
-        images[view] = [store.ids[row] for row in rows]
-        known = _known(store, rows, manifest) | {"view": view, "method": method, "seed": seed, "label": label}
-        for index, budget in enumerate(budgets):
-            kept = {
-                "budget": budget,
-                "k": evidence.k[index],
-                "predicted": predicted[:, index],
-                "probabilities": list(probability[:, index].astype(np.float32)),
-                "kept_lesion": evidence.kept_lesion[:, index],
-                "purity": evidence.purity[:, index],
-                "lesion_dominated": evidence.dominated[:, index],
-                "lesion_mass": evidence.mass[:, index],
-            }
-            frames.append(pd.DataFrame(known | kept))
-        ranked = {"order": evidence.order, "scores": evidence.scores}
-        routing[view] = _annotations(store, rows)
-        routing[view] |= {name: value for name, value in ranked.items() if value is not None}
-    return frames, routing, images
-
-
-def _known(store: FeatureStore, rows: np.ndarray, manifest: Manifest) -> dict[str, Any]:
-    """Return the columns of `predictions.parquet` that do not depend on the method."""
-    names, masked = [store.ids[row] for row in rows], store.has_mask.numpy()[rows]
-    return {
-        "dataset": manifest.name,
-        "n_patches": store.n,
-        "image_id": names,
-        "group": manifest.rows.set_index("image_id")["group"].reindex(names).to_numpy(),
-        "lesion": np.where(masked, store.lesion.numpy()[rows].sum(1).astype(float), np.nan),
-    }
-
-
-def _annotations(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
 
 
 @dataclass(frozen=True)
@@ -285,6 +221,7 @@ def evaluate_model(
         raise RequestError(f"Budgets must lie in (0, 1], got {', '.join(map(str, wrong)) or 'none'}.")
     classifiers = {method: model.classifier(method)}
     for name in available_controls(images.store):
+        # With the minimum of the model, so that it keeps as many patches at small budgets.
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
             continue  # on pixels it would be another method than the one of this name on tokens
@@ -310,11 +247,9 @@ def _finish(
     hashes: dict[str, str],
     about: dict[str, Any] | None,
 ) -> None:
-    manifest, study = (
-        images.manifest,
-        {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))},
-    )
-    counts = {"part": images.part, "images": len(manifest), "unreadable": len(manifest) - len(images.rows)}
+    study = {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))}
+    asked = len(images.manifest)
+    counts = {"part": images.part, "images": asked, "unreadable": asked - len(images.rows)}
     run.finish(
         methods=methods,
         main=main,
@@ -363,6 +298,7 @@ def _write_tables(
         of_method, tensors, read = evaluate_views(classifier, name, SEED, store, manifest, views, budgets)
         frames += of_method
         for view in read:
+            # Orders of fewer images (the oracle reads only those with a mask) would not fit the rows of the file.
             if len(read[view]) == len(views[view]):
                 for key, value in tensors[view].items():
                     routing.setdefault(routing_name(view, key, name, SEED), value)
@@ -407,6 +343,7 @@ def _against_annotators(
         lesions = [lesion for lesion, _ in of_image.values()]
         for number, (method, rows) in enumerate(cells[cells["view"] == view].groupby("method", sort=False) if lesions else ()):
             name, k = routing_name(view, "order", str(method), SEED), rows["k"].to_numpy()
+            # The human line once, before the first method.
             found = {} if number else {ANNOTATOR: agreement([order for _, order in of_image.values()], lesions, k, between=True)}
             if name in routing:
                 found[str(method)] = agreement([routing[name][[at]] for at in of_image], lesions, k)
@@ -435,6 +372,7 @@ def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str] = (
             look = measure(decode_image(images.manifest.image_path(place[name])), None if mask is None else decode_mask(mask))
         except RequestError:
             return known
+        # With an underscore: the numbers behind the strata, which are no strata themselves.
         return {**known, **look.strata(), **{f"_{key}": value for key, value in asdict(look).items()}}
 
     ids = [images.store.ids[row] for row in images.rows]
@@ -526,6 +464,7 @@ def read_kept(path: Path | str, manifest: Manifest, view: str = AS_IS) -> KeptPa
     columns = [name for name in frame.columns if name.startswith("p_")]
     if columns and sorted(columns) != sorted(f"p_{name}" for name in manifest.classes):
         raise refuse(f"has {', '.join(columns)}, but the classes of the manifest are {', '.join(manifest.classes) or 'none'}.")
+    # Rounded, because shares that were computed differ in their last bit.
     for _, rows in frame.groupby(shares.loc[frame.index].round(9)):
         if (sizes := sorted(set(counts[rows.index]))) != sizes[:1] or not sizes[0]:
             raise refuse(f"keeps {listed(sizes)} patches at one budget. Every image must keep the same number, at least 1.")
@@ -613,9 +552,9 @@ def _judge_kept(
     """Yield the predictions of a table at each budget, and add its ranking and scores to `orders`."""
     store, method = images.store, table.method
     place = {name: index for index, name in enumerate(table.names)}
+    # The store may have other images between those of the table, and lacks what could not be read.
     at = [place[store.ids[row]] for row in rows]
     lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
-    none = np.full(len(rows), np.nan)
     for budget, patches in table.kept.items():
         probability = table.probabilities.get(budget, np.zeros((len(table.names), 0)))[at].astype(np.float32)
         classified = probability.shape[1] > 0
@@ -629,12 +568,13 @@ def _judge_kept(
             "predicted": probability.argmax(1) if classified else -1,
             "probabilities": list(probability),
             "kept_lesion": np.where(masked, np.take_along_axis(lesion, patches[at], 1).sum(1), np.nan),
-            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
+            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), np.nan),
         }
-        yield pd.DataFrame(_known(store, rows, images.manifest) | measured)
-    orders |= {routing_name(view, name, method, SEED): value for name, value in _annotations(store, rows).items()}
+        yield pd.DataFrame(known_columns(store, rows, images.manifest) | measured)
+    orders |= {routing_name(view, name, method, SEED): value for name, value in lesion_patches(store, rows).items()}
     most = table.kept[max(table.kept)][at]
     if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
+        # The patches that no budget kept follow by number: nothing is known of their order.
         rest = np.ones((len(rows), store.n), bool)
         np.put_along_axis(rest, most, False, 1)
         order = np.concatenate([most, np.nonzero(rest)[1].reshape(len(rows), -1)], 1).astype(np.int16)
@@ -682,12 +622,14 @@ def calibrated(
     groups = images.groups_of(rows)
     with evaluating(classifier):
         scores = patch_scores(images.store, rows, classifier.selector)
+    # Where all probabilities of an image are low, one threshold on them would keep little of its lesion.
     if relative := isinstance(classifier.selector, ScoredRanker):
         scores = relative_scores(scores)
     n = images.store.n
     most = n if cap is None else classifier.selector.count(cap, n)
     minimum = min(classifier.selector.minimum, most)
     threshold = pick_threshold(promise, scores, lesion, groups, minimum, most)
+    # Too few groups cannot promise this much, whatever they keep: such a part is shown, and not promised.
     parts = {} if by is None else _parts(images, rows, lesion, by)
     enough = {value: inside for value, inside in parts.items() if len({groups[i] for i in inside}) >= groups_needed(promise)}
     if by is not None and not enough:
@@ -711,6 +653,7 @@ def calibrated(
         **asdict(promise),
         **rule,
         kept=group_mean(retained, groups),
+        # Over the images that have a share to keep, like `kept`.
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
@@ -727,6 +670,7 @@ def _parts(images: HeldOut, rows: np.ndarray, lesion: np.ndarray, by: str) -> di
     """Return the calibration images with a lesion patch by the value of a stratum: class, size, one of `STRATA`, or a column."""
     sizes = lesion.sum(1)
     if by == "size":
+        # Equal quartiles, of many lesions of one size, would leave parts empty.
         edges = np.unique(np.quantile(sizes[sizes > 0], (0.25, 0.5, 0.75)))
         quarter = np.searchsorted(edges, sizes)
         spans = {number: sizes[(quarter == number) & (sizes > 0)] for number in range(len(edges) + 1)}

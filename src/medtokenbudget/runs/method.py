@@ -34,6 +34,7 @@ class Variant:
         """Return the preset, changed by what the user gave in `base`, then by what the recipe and the variant fix."""
         if self.preset is None:
             return with_settings(base, self.fixes)
+        # The later ones win: what the user chose for the run must not change what a recipe is.
         values = {**given_settings(base), **RECIPES[self.preset], **self.fixes, "given": base.given}
         return with_settings(PRESETS[self.preset], values)
 
@@ -150,6 +151,7 @@ class Method:
                 names.add("selection_budget")
             if "curriculum.kind" in names and config.curriculum.kind == "cosine":
                 names |= {"curriculum.end", "curriculum.epochs"}
+        # In the joint recipe the head is trained with the selector, by the same settings.
         if labels and not (self.learned and config.recipe == "joint"):
             names |= _POOLED_HEAD
             if config.protocol == "paper":  # keeps the best epoch of the head, as of the selector

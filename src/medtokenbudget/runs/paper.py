@@ -12,13 +12,11 @@ from typing import Any
 
 import pandas as pd
 
-from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.measures import NOT_MEASURED, number, with_spread
 from medtokenbudget.runs.run import AS_IS
 
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
-CLASSES = ISIC_CLASSES
 STUDIES: tuple[str, ...] = ("main", "robustness", "mask-free", "signals", "curriculum", "kvasir")
 """The studies that the paper has numbers for."""
 DATASETS: dict[str, str] = {"isic": "ISIC 2019", "kvasir": "Kvasir v2"}
@@ -74,6 +72,7 @@ def beside_paper(results: pd.DataFrame, study: str) -> pd.DataFrame:
 def _joined(results: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     metrics = list(dict.fromkeys(theirs["metric"]))
     long = results.melt(id_vars=["method", "seed", "budget"], value_vars=metrics, var_name="metric").dropna(subset="value")
+    # 0.1 + 0.2 is not 0.3: unrounded, budgets that were computed would not meet the paper's.
     long["budget"] = long["budget"].round(6)
     long["value"] *= long["metric"].map(lambda metric: 1.0 if metric == "enrichment" else 100.0)  # the paper's unit
     ours = long.groupby(_KEYS, sort=False)["value"].agg(ours="mean", ours_sd="std", seeds="count").reset_index()

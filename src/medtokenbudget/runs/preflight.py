@@ -35,6 +35,7 @@ READS_ROUTED = "no-pruning"
 def check(run: Run, studies: Sequence[Study], chosen_for_user: Collection[str] = ()) -> None:
     """Reject a run that cannot be trained and evaluated; settings in `chosen_for_user` are the caller's and may go unused."""
     asked = list(dict.fromkeys(Method.parse(text) for study in studies for text in study.methods))
+    # An ablation is evaluated with the training of its selector, which must be possible too.
     methods = list(dict.fromkeys(part for method in asked for part in (method.trained_as, method)))
     resolve_device(run.config.device)
     if run.config.recipe == "scout":
@@ -87,6 +88,7 @@ def _check_given(run: Run, studies: Sequence[Study], methods: Sequence[Method], 
     for name, applied in (
         ("seed", config.seed in {seed for study in studies for seed in study.seeds}),
         ("budgets", set(config.budgets) <= {budget for study in studies for budget in study.budgets}),
+        # A manifest with a selection part needs no further images set aside.
         ("selection_fraction", not len(run.manifest.part("select"))),
     ):
         if name in given and not applied:
@@ -106,6 +108,7 @@ def _needs(method: Method, config: TrainConfig) -> set[str]:
     needs = {SEGMENTATION} & set(kind.requires)
     if method.config(config).recipe == "lesion-first" if method.learned else "has_mask" in kind.requires:
         needs.add("masks")
+    # A selector that is made with the number of classes learns from the labels.
     if method.learned and (method.config(config).recipe == "joint" or "classes" in inspect.signature(kind).parameters):
         needs.add("labels")
     return needs

@@ -384,21 +384,19 @@ def summarize(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame
 
     `n` counts the labeled images, `n_masked` the images with at least one lesion patch: those retention is measured on.
     """
-    cells = predictions.groupby(list(CELL), sort=False, dropna=False)
-    rows = [dict(zip(CELL, key)) | _summarize_cell(cell, len(classes)) for key, cell in cells]
+    rows = []
+    for key, of_cell in predictions.groupby(list(CELL), sort=False, dropna=False):
+        if of_cell["k"].nunique() > 1:
+            kept = listed(sorted(of_cell["k"].unique().tolist()))
+            raise RequestError(
+                f"Images of one method and budget keep different numbers of patches ({kept}), so "
+                "they cannot be in one row of results. Put images with another token grid into a data set of their own."
+            )
+        cell = Cell(of_cell, len(classes))
+        counts = {"k": int(of_cell["k"].iloc[0]), "n": len(cell.label), "n_masked": cell.retention.n}
+        measured = {name: metric.formula(cell) for name, metric in measures.METRICS.items()}
+        rows.append(dict(zip(CELL, key)) | counts | measured)
     return pd.DataFrame(rows, columns=list(RESULT_COLUMNS))
-
-
-def _summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
-    if cell["k"].nunique() > 1:
-        kept = listed(sorted(cell["k"].unique().tolist()))
-        raise RequestError(
-            f"Images of one method and budget keep different numbers of patches ({kept}), so "
-            "they cannot be in one row of results. Put images with another token grid into a data set of their own."
-        )
-    measured = Cell(cell, classes)
-    counts = {"k": int(cell["k"].iloc[0]), "n": len(measured.label), "n_masked": measured.retention.n}
-    return counts | {name: metric.formula(measured) for name, metric in measures.METRICS.items()}
 
 
 def write_results(path: Path | str, frame: pd.DataFrame) -> None:
@@ -434,6 +432,7 @@ def headline(results: pd.DataFrame, budget: float = HEADLINE_BUDGET) -> str:
     rows = results[results["view"] == AS_IS]
     if rows.empty:
         return "No results."
+    # Of two budgets that are equally near, the smaller one.
     nearest = min(rows["budget"].unique(), key=lambda measured: (abs(measured - budget), measured))
     rows = rows[rows["budget"] == nearest]
     table = rows.groupby("method", sort=False)[list(_HEADLINE)].mean()

@@ -72,6 +72,7 @@ def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
     rng = np.random.default_rng(seed)
     for rows in _blocks(groups, draws):
         picks = rng.integers(0, groups, (rows, groups))
+        # Each row counts in a range of its own, so that one bincount serves the whole block.
         picks += groups * np.arange(rows)[:, None]
         yield np.bincount(picks.ravel(), minlength=rows * groups).reshape(rows, groups).astype(float)
 
@@ -109,7 +110,7 @@ def _families(predictions: pd.DataFrame, metrics: Sequence[str]) -> Iterator[tup
     for name in metrics:
         families.setdefault(statistic(name).terms, []).append(name)
     for family in families.values():
-        labeled = statistic(family[0]).scope == "labeled"
+        labeled = METRICS[family[0]].scope == "labels"
         yield family, grouped[grouped["label"] >= 0] if labeled else lesion_rows(grouped), classes
 
 
@@ -169,6 +170,7 @@ def holm(p: Sequence[float] | Floats) -> Floats:
     """Adjust p by Holm's step-down correction, which controls the family-wise error. NaN stays and is not counted."""
     values = np.asarray(p, float)
     adjusted = np.full(values.shape, np.nan)
+    # NaN sorts last, so the first ones are the numbers.
     order = np.argsort(values, kind="stable")[: int((~np.isnan(values)).sum())]
     steps = values[order] * (len(order) - np.arange(len(order)))
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
@@ -219,7 +221,7 @@ def ranking(predictions: pd.DataFrame, metric: str, draws: int = DRAWS) -> pd.Da
     best of the group with p < 0.05, so that the order inside a group means nothing.
     """
     methods = list(dict.fromkeys(predictions["method"]))
-    rows = predictions if statistic(metric).scope == "labeled" else lesion_rows(predictions)
+    rows = predictions if METRICS[metric].scope == "labels" else lesion_rows(predictions)
     shared = set.intersection(*(set(of["image_id"]) for _, of in rows.groupby("method"))) if len(rows) else set()
     rows = rows[rows["image_id"].isin(shared)]
     table = intervals(rows, (metric,), ("method",), draws).sort_values("value", ascending=False, kind="stable", ignore_index=True)
@@ -251,6 +253,7 @@ def _compare_cell(
     if reference not in methods:
         return
     shared: dict[tuple[frozenset[str], tuple[int, ...]], list[str]] = {}
+    # Oracle classifies only images with a mask: a difference over other images would say nothing.
     for name, frame in methods.items():
         images = frozenset(frame["image_id"]) & frozenset(methods[reference]["image_id"])
         both = sorted(set(frame["seed"]) & set(methods[reference]["seed"]))
@@ -268,6 +271,7 @@ def _compare_cell(
         of_reference = {metric: statistic(metric).value(drawn[0]) for metric in family}
         count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
         for index, name in enumerate(opponents, start=1):
+            # Another stream of random numbers than the bootstrap's.
             permuted = _exchange(tables[0], tables[index], draws, seed + 1)
             for metric in family:
                 value = statistic(metric).value
@@ -296,6 +300,7 @@ def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[s
     """
     kept = [*METHOD_KEYS, "seed", "n", "n_masked"]
     long = results.melt(id_vars=kept, value_vars=list(metrics), var_name="metric").dropna(subset="value")
+    # The number of images behind a value is part of its key: only equal ones are subtracted.
     long["n"] = long["n_masked"].where(long["metric"].str.startswith("retention"), long["n"])
     keys = ["study", "dataset", "view", "budget", "seed", "metric", "n"]
     first = long[long["method"] == reference].rename(columns={"method": "method_a"})
@@ -349,23 +354,19 @@ def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int) -> 
     rows = pd.concat(parts, ignore_index=True)
     keys = [*METHOD_KEYS, "stratum"]
     rows["_best"] = reachable(rows["lesion"].to_numpy(int), rows["k"].to_numpy(int))
-    facts = rows.groupby(keys, sort=False).agg(
-        smallest=("lesion", "min"), largest=("lesion", "max"), _best=("_best", "sum"), _lesion=("lesion", "sum")
-    )
+    rows["_cell"] = rows.groupby(list(METHOD_KEYS), sort=False).ngroup()
+    sums = {"_best": ("_best", "sum"), "_lesion": ("lesion", "sum"), "_cell": ("_cell", "first")}
+    facts = rows.groupby(keys, sort=False).agg(smallest=("lesion", "min"), largest=("lesion", "max"), **sums)
     facts["ceiling"] = ratio(facts["_best"], facts["_lesion"])
     # Each stratum is resampled on its own: its size is a fact of the cut, not of the draw.
     pieces = [
         intervals(stratum, ("retention", "retention_of_ceiling"), keys, draws) for _, stratum in rows.groupby("stratum", sort=False)
     ]
     computed = pd.concat(pieces, ignore_index=True)
-    pooled = computed[computed["metric"] == "retention"].rename(columns={"value": "retention"})
-    share = computed[computed["metric"] == "retention_of_ceiling"]
-    share = share.rename(columns={"value": "retention_of_ceiling", "low": "share_low", "high": "share_high"})
-    table = pooled.merge(share[[*keys, "retention_of_ceiling", "share_low", "share_high"]], on=keys)
-    table = table.merge(facts.reset_index(), on=keys)
+    pooled, share = (computed[computed["metric"] == name].set_index(keys) for name in ("retention", "retention_of_ceiling"))
+    share = share[["value", "low", "high"]].set_axis(["retention_of_ceiling", "share_low", "share_high"], axis=1)
+    table = pooled.rename(columns={"value": "retention"}).join([share, facts]).reset_index()
     # The cells in their first order, and in each of them the strata in theirs.
-    first = {key: i for i, key in enumerate(rows[list(METHOD_KEYS)].drop_duplicates().itertuples(index=False, name=None))}
-    table["_cell"] = [first[key] for key in table[list(METHOD_KEYS)].itertuples(index=False, name=None)]
     table["_rank"] = table["stratum"].map({name: i for i, name in enumerate(order)})
     return table.sort_values(["_cell", "_rank"], ignore_index=True)[list(STRATUM_COLUMNS)]
 
@@ -399,6 +400,7 @@ def _mixture_quantile(beta: Floats, separation: Floats, prevalence: Floats) -> F
     single = ndtri(1 - beta)
     low, high = np.minimum(single, single + separation), np.maximum(single, single + separation)
     for _ in range(60):
+        # At budgets 0 and 1 the quantile is infinite, and inf - inf is no middle.
         with np.errstate(invalid="ignore"):
             middle = np.where(np.isinf(single), single, (low + high) / 2)
         above = prevalence * ndtr(separation - middle) + (1 - prevalence) * ndtr(-middle)

@@ -42,11 +42,10 @@ class Study:
 
     Attributes:
         off_center: Also evaluate on the off-center crops of the validation images.
-        title: Heading of its table; empty for a sweep of the user's own.
-        section: Id of the section of the report that it belongs to.
+        title: Heading of its table; empty for a sweep of the user's own, and where the report says it.
         form: Shape of its table. 'budgets': mean and deviation over seeds, one row per budget and method; 'sweep': accuracy, one
             column per budget; 'special': a table that the report makes for this study alone.
-        tables: Names of the tables that are made from it, in the order of the report.
+        paired: Also show the differences of its methods seed by seed.
         metrics: Columns of its table in addition to what every table of this form has.
     """
 
@@ -56,9 +55,8 @@ class Study:
     budgets: tuple[float, ...] = BUDGETS
     off_center: bool = True
     title: str = ""
-    section: str = "studies"
     form: Literal["budgets", "sweep", "special"] = "budgets"
-    tables: tuple[str, ...] = ()
+    paired: bool = False
     metrics: tuple[str, ...] = ()
 
     def units(self) -> list[Unit]:
@@ -69,15 +67,7 @@ class Study:
 STUDIES: dict[str, Study] = {
     study.name: study
     for study in (
-        Study(
-            "main",
-            (*PAPER_METHODS, OURS, *CONTROLS),
-            off_center=False,
-            title="All methods",
-            section="retention",
-            form="special",
-            tables=("main",),
-        ),
+        Study("main", (*PAPER_METHODS, OURS, *CONTROLS), off_center=False, form="special"),
         Study(
             "robustness",
             ("lats", "random", "tome", "no-pruning", OURS, IN_CONTEXT, *MATCHED, *CONTROLS),
@@ -85,7 +75,7 @@ STUDIES: dict[str, Study] = {
             HEADLINE_BUDGETS,
             off_center=False,
             title="Robustness over seeds",
-            tables=("robustness", "paired-seeds", "paired-seeds-paper"),
+            paired=True,
         ),
         Study(
             "seeds",
@@ -94,7 +84,6 @@ STUDIES: dict[str, Study] = {
             off_center=False,
             title="Ten budgets over seeds: accuracy (%)",
             form="sweep",
-            tables=("seeds",),
         ),
         Study(
             "mask-free",
@@ -103,7 +92,6 @@ STUDIES: dict[str, Study] = {
             HEADLINE_BUDGETS,
             off_center=False,
             title="Training without lesion masks",
-            tables=("mask-free",),
             metrics=("precision", "enrichment"),
         ),
         Study(
@@ -112,7 +100,6 @@ STUDIES: dict[str, Study] = {
             budgets=(0.3,),
             off_center=False,
             title="Single signals as selectors",
-            tables=("signals",),
         ),
         Study(
             "curriculum",
@@ -122,7 +109,6 @@ STUDIES: dict[str, Study] = {
             off_center=False,
             title="Curriculum against a fixed training budget: accuracy (%)",
             form="sweep",
-            tables=("curriculum",),
         ),
         Study(
             "toggles",
@@ -133,14 +119,12 @@ STUDIES: dict[str, Study] = {
             budgets=HEADLINE_BUDGETS,
             off_center=False,
             title="Signals switched off at inference",
-            tables=("toggles",),
         ),
         Study(
             "epochs",
             ("lats", "random:epoch-matched", "tome:epoch-matched", "no-pruning:epoch-matched", "center", "darkness", "oracle"),
             off_center=False,
             title="Baselines trained for as many epochs as LATS",
-            tables=("epochs",),
         ),
         Study(
             "kvasir",
@@ -148,18 +132,8 @@ STUDIES: dict[str, Study] = {
             off_center=False,
             title="Kvasir v2: accuracy (%) over all budgets",
             form="sweep",
-            tables=("kvasir",),
         ),
-        Study(
-            "subset",
-            ("center", "random"),
-            budgets=HEADLINE_BUDGETS,
-            off_center=False,
-            title="Images per class",
-            section="data",
-            form="special",
-            tables=("subset", "prevalence"),
-        ),
+        Study("subset", ("center", "random"), budgets=HEADLINE_BUDGETS, off_center=False, form="special"),
         Study(
             "recipe",
             (
@@ -170,10 +144,7 @@ STUDIES: dict[str, Study] = {
                 *("random", *CONTROLS),
             ),
             budgets=HEADLINE_BUDGETS,
-            title="Parts of the lesion-first recipe",
-            section="recipe",
             form="special",
-            tables=("recipe",),
         ),
     )
 }

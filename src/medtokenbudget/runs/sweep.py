@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,12 +19,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from safetensors import safe_open
 from safetensors.numpy import save
 
 from medtokenbudget import files
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
+from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import exclusive, load_tensors, save_tensors
@@ -33,12 +36,12 @@ from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Advance, Execution, run_units
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
-from medtokenbudget.runs.evaluate import evaluate_views
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import (
     AS_IS,
     FILE,
     METRICS,
+    OF_IMAGES,
     PREDICTIONS,
     ROUTING,
     Run,
@@ -50,6 +53,7 @@ from medtokenbudget.runs.run import (
 )
 from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.runtime import cpu_threads, progress, say
+from medtokenbudget.training.pooled import pool_and_judge, probabilities, with_masks
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train
 
@@ -92,6 +96,7 @@ def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
         raise RequestError(
             f"{run.path} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another `out`."
         )
+    # Failed units do not count: they run again, and may do so with other options.
     for unit in units:
         state = _read_state(folder_of(run, unit))
         if state.get("status") == "done" and state.get("identity") != identity(run, unit):
@@ -234,6 +239,7 @@ def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch 
         selector: str | Selector = method.selector
         if not method.learned:
             selector = create_selector(method.selector, minimum=config.router.minimum, **method.options)
+        # In the joint recipe the classification moves the selector too, so nothing can be shared.
         elif first is not None and config.recipe != "joint":
             _copy_training(folder_of(run, first), trained_in)
         classifier = train(run.store, rows, config, selector, method.head, trained_in, run.path / "pooled", on_epoch)
@@ -276,6 +282,71 @@ def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: Training
     files.write_bytes(folder / ROUTING, save(tensors))
 
 
+@torch.no_grad()
+def evaluate_views(
+    classifier: RoutedClassifier,
+    method: str,
+    seed: int,
+    store: FeatureStore,
+    manifest: Manifest,
+    views: Mapping[str, np.ndarray],
+    budgets: Sequence[float],
+) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
+    """Evaluate a method on rows of a store, given by view, at every budget.
+
+    Returns the columns of `predictions.parquet` but the study, class -1 without a head, and by view patch orders and scores with
+    the lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
+    """
+    selector, head = classifier.selector, classifier.head
+    frames: list[pd.DataFrame] = []
+    routing: dict[str, dict[str, np.ndarray]] = {}
+    images: dict[str, list[str]] = {}
+    for view, of_view in views.items():
+        rows = with_masks(store, of_view, selector)
+        if not len(rows):
+            continue
+        pooled, evidence = pool_and_judge(store, rows, selector, budgets, seed)
+        probability, label = np.zeros((len(rows), len(budgets), 0), np.float32), np.full(len(rows), -1)
+        predicted = np.full(probability.shape[:2], -1)
+        if head is not None:
+            probability = probabilities(head, store, rows, selector, budgets, seed, pooled)
+            predicted, label = probability.argmax(-1), store.label.numpy()[rows]
+        images[view] = [store.ids[row] for row in rows]
+        known = known_columns(store, rows, manifest) | {"view": view, "method": method, "seed": seed, "label": label}
+        for index, budget in enumerate(budgets):
+            kept = {
+                "budget": budget,
+                "k": evidence.k[index],
+                "predicted": predicted[:, index],
+                "probabilities": list(probability[:, index].astype(np.float32)),
+                "kept_lesion": evidence.kept_lesion[:, index],
+                "purity": evidence.purity[:, index],
+                "lesion_dominated": evidence.dominated[:, index],
+                "lesion_mass": evidence.mass[:, index],
+            }
+            frames.append(pd.DataFrame(known | kept))
+        ranked = {"order": evidence.order, "scores": evidence.scores}
+        routing[view] = lesion_patches(store, rows)
+        routing[view] |= {name: value for name, value in ranked.items() if value is not None}
+    return frames, routing, images
+
+
+def known_columns(store: FeatureStore, rows: np.ndarray, manifest: Manifest) -> dict[str, Any]:
+    """Return the columns of `predictions.parquet` that do not depend on the method."""
+    names, masked = [store.ids[row] for row in rows], store.has_mask.numpy()[rows]
+    return {
+        "dataset": manifest.name,
+        "n_patches": store.n,
+        "image_id": names,
+        "group": manifest.rows.set_index("image_id")["group"].reindex(names).to_numpy(),
+        "lesion": np.where(masked, store.lesion.numpy()[rows].sum(1).astype(float), np.nan),
+    }
+
+
+def lesion_patches(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
+
+
 def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
     """Load selector and head (none without class labels) of a finished unit that is not an ablation."""
     folder, entry = run.path / "units" / unit.name, run.methods[str(unit.method)]
@@ -301,6 +372,7 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
         for unit in study.units():
             if unit in frames:
                 frame = frames[unit]
+                # A unit is trained and evaluated once for all studies; each takes its budgets and views of it.
                 wanted = frame["budget"].isin(study.budgets) & (study.off_center | (frame["view"] == AS_IS))
                 parts.append(frame[wanted].assign(study=study.name))
     routing, images = _collect_routing(run, done)

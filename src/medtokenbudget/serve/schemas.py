@@ -50,7 +50,6 @@ class RouteInfo(BaseModel):
     budget: float = Field(description="Share of the patches that is kept.")
     k: int = Field(description="Number of these patches.")
     block: int | None = Field(None, description="First block that runs on the kept patches alone.")
-    background: str | None = Field(None, description="'token': one token stands for the other patches from that block on.")
 
 
 class ModelInfo(BaseModel):

@@ -148,6 +148,7 @@ def create_app(
         title="MedTokenBudget",
         version=__version__,
         description=f"Token routing for dermoscopic images: kept patches and class probabilities at any token budget. {NOTICE}",
+        # FastAPI's own pages load scripts from elsewhere, which the content policy forbids.
         docs_url=None,
         redoc_url=None,
     )
@@ -155,6 +156,7 @@ def create_app(
     bearer = HTTPBearer(scheme_name="token", auto_error=False)
 
     async def check_token(given: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
+        # Takes as long for an almost right token as for any other. As bytes, because it refuses texts that are not ASCII.
         if given is None or not secrets.compare_digest(given.credentials.encode(), str(token).encode()):
             message = "This server needs a token. Send the header `Authorization: Bearer TOKEN`."
             raise ApiError(401, "token_required", message, {"WWW-Authenticate": "Bearer"})
@@ -227,6 +229,7 @@ def _api(service: Service, turns: Turns) -> APIRouter:
         The upload is not stored.
         """
         try:
+            # Before the body is read: a full queue is said at once.
             turns.require_place()
             question = Question.from_form(*await read_form(request, service.max_bytes))
             return JSONResponse(await turns.run(service.answer, question))
@@ -268,6 +271,7 @@ async def read_form(request: Request, max_bytes: int) -> tuple[dict[str, bytes],
             raise ApiError(422, "repeated_file", f"The file '{name[:60]}' was sent more than once.")
         else:
             files[name] = await value.read()
+    # The stream may have `OVERHEAD` bytes more than the files.
     if sum(map(len, files.values())) > max_bytes:
         raise large
     return files, fields
@@ -337,6 +341,7 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
         raise WorkError(f"Cannot listen on {config.host}:{config.port} ({error.strerror}). Choose another `port`.") from None
     name = f"[{config.host}]" if ":" in config.host else config.host
     address = f"http://{name}:{listener.getsockname()[1]}"
+    # Whoever listens beyond this machine has a token, which a foreign page does not know.
     hosts = (*LOOPBACK, name, *config.allowed_hosts) if config.allowed_hosts or is_loopback(config.host) else ("*",)
     server = uvicorn.Server(server_config(create_app(service, config.queue, config.deadline, token, hosts), config.connections))
     say(f"Explorer: {address}   API: {address}/openapi.json   Press Ctrl-C to stop.")
@@ -354,6 +359,7 @@ def server_config(app: ASGIApp, connections: int = 100) -> uvicorn.Config:
     """Return the settings of uvicorn, with all limits that it has."""
     return uvicorn.Config(
         app,
+        # Only h11 has a limit for the head of a request.
         http="h11",
         ws="none",
         # It refuses the connection that reaches the limit, not the first one beyond it.

@@ -180,6 +180,7 @@ class Service:
         if question.mask is None and (masked := [name for name in names if self._needs_mask(name)]):
             if question.selectors:
                 raise RequestError(f"Method '{masked[0]}' needs a lesion mask. Send a mask, or leave this method out.")
+            # Of all methods, those that cannot run are left out; one that was named is an error above.
             names = [name for name in names if name not in masked]
         budgets, guarantees = self._budgets(question.budgets), self._promised(question.retentions, names)
         image, mask = decode_image(question.image, self.max_pixels), None
@@ -224,6 +225,7 @@ class Service:
         """Return the ten standard budgets and the requested ones, sorted, or the only one of a model that is routed early."""
         if len(asked) > MAX_BUDGETS:
             raise RequestError(f"A request can have at most {MAX_BUDGETS} budgets, got {len(asked)}.")
+        # NaN is in no range, so it is refused too.
         if wrong := [budget for budget in asked if not 0 < budget <= 1]:
             raise BudgetError(f"A token budget must be in (0, 1], got {wrong[0]!r}.")
         if self.model.fixed_budget is None:

@@ -68,6 +68,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
     """
     folder = Path(out)
     ours = {*PARTS, DESCRIPTION, WORKER}
+    # Hidden entries such as .git may stay.
     foreign = [path.name for path in folder.iterdir() if path.name not in ours and path.name[0] != "."] if folder.is_dir() else []
     if foreign or folder.is_file():
         what = f"has other files ({', '.join(sorted(foreign)[:3])})" if foreign else "is a file"
@@ -97,6 +98,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
             finer = seer is not None and seer.finer
             row |= {
                 "selector": selector.name,
+                # NoPruning ignores the budget.
                 "keeps_all": selector.count(0.5, 10_000) == 10_000,
                 # A finer map than the scores is in the graph for the main method alone.
                 "lesion_map": None if seer is None or (finer and row["name"] != model.main) else "lesion" if finer else "scores",

@@ -58,6 +58,7 @@ class Gaussian(nn.Module):
         center = total / n
         covariance = (products - n * center.outer(center)) / (n - 1).clamp(min=1)
         variance, directions = torch.linalg.eigh(covariance)
+        # Largest first. Rounding may leave small variances below 0.
         variance, directions = variance.flip(0).clamp(min=1e-12), directions.flip(1)
         rank = self.basis.shape[1]
         rest = variance[rank:].mean() if rank < len(variance) else variance.min()
@@ -145,6 +146,7 @@ def fit_familiarity(
     images, place = np.unique(np.asarray(store.ids)[rows], return_inverse=True)
     if len(images) < FEWEST:
         return None
+    # By image, not by row: views of one image in two folds would make every image familiar.
     fold_of_image = torch.randperm(len(images), generator=generator(seed, "familiarity", 0)) % FOLDS
     folds = [rows[(fold_of_image[torch.from_numpy(place)] == fold).numpy()] for fold in range(FOLDS)]
     moments = [_moments(store, part) for part in folds]

@@ -6,6 +6,7 @@ Views are used for training images only; the off-center views of validation imag
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch import Tensor
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import TrainConfig
-from medtokenbudget.data import Manifest, cut_selection
-from medtokenbudget.data.manifest import listed
+from medtokenbudget.data import Manifest
+from medtokenbudget.data.manifest import listed, require_two_groups
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.runtime import say
 
@@ -61,7 +62,7 @@ class TrainingRows:
         if not len(manifest.part("train")):
             raise RequestError("The manifest has no training images. Split it with `mtb data split`.")
         if config.protocol == "strict" and not len(manifest.part("select")):
-            manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED, balanced=True)
+            manifest = _with_selection(manifest, config.selection_fraction)
         train, select, validation = (manifest.part(name).ids for name in ("train", "select", "val"))
         head = [*train, *select]
         if config.protocol == "paper":
@@ -74,6 +75,7 @@ class TrainingRows:
         kinds: set[str] = {OFF_CENTER} if config.views == "off-center" else set()
         if config.views == "all":
             kinds = set(store.views) - {IDENTITY}
+        # Lesion-first learns from masks alone; the joint recipe also from the labels of images without one.
         usable = np.ones(len(store), bool) if config.recipe == "joint" else store.has_mask.numpy()
         original, views = _originals(store, train), _views(store, train, kinds)
         return cls(
@@ -93,6 +95,39 @@ class TrainingRows:
         drawn = draw_views(np.asarray(store.ids)[self.views], generator(config.seed, "views", epoch))
         rows = np.concatenate([self.train, self.views[drawn]])
         return rows[epoch_order(store.label.numpy()[rows], config, epoch, len(store.classes)).numpy()]
+
+
+def _with_selection(manifest: Manifest, share: float) -> Manifest:
+    """Hold a share of the training part out as 'select', for this training alone."""
+    split = manifest.rows["split"].to_numpy(dtype=object, copy=True)
+    train = np.flatnonzero(split == "train")
+    groups = np.asarray(manifest.groups, dtype=object)[train].tolist()
+    require_two_groups(groups)
+    split[train[held_out(manifest.label_index[train], groups, share, SPLIT_SEED)]] = "select"
+    return manifest.with_columns(split=split)
+
+
+def held_out(labels: np.ndarray, groups: Sequence[str], share: float, seed: int) -> np.ndarray:
+    """Choose about a share of every class, whole groups at a time: labels and groups `[n]` to `[n]` bool.
+
+    A greedy assignment: the largest groups come first, in random order among equals, and each goes to the part that lacks most
+    of what the group contains. Unlike a hash of the group, the choice changes when images are added.
+    """
+    names, group_of = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    kinds, label_of = np.unique(labels, return_inverse=True)
+    counts = np.zeros((len(names), len(kinds)))
+    np.add.at(counts, (group_of, label_of), 1)
+    target = np.outer([1 - share, share], counts.sum(0))
+    shuffled = np.random.default_rng(seed).permutation(len(names))
+    filled = np.zeros_like(target)
+    chosen = np.zeros(len(names), dtype=bool)
+    for group in shuffled[np.argsort(-counts[shuffled].sum(1), kind="stable")]:
+        need = ((target - filled) / target) @ counts[group]
+        room = (target - filled).sum(1)
+        # Rounded, because sums in another order must not decide between parts that need a group equally.
+        chosen[group] = (round(need[1], 9), room[1]) > (round(need[0], 9), room[0])
+        filled[int(chosen[group])] += counts[group]
+    return chosen[group_of]
 
 
 def draw_views(names: np.ndarray, noise: torch.Generator) -> np.ndarray:

@@ -100,6 +100,7 @@ def _train_selector(
         # The selector first: its weights must not depend on the head.
         selector = kind.from_config(store.dim, config, classes)
         classifier = RoutedClassifier(selector, create_head(head, store.dim, classes) if joint and classes else None).to(device)
+    # Under lesion-first there is no classification loss to weight.
     weights = class_weights(label, classes).to(device) if config.class_balance == "loss" and joint else None
 
     images = len(rows.train) + len(np.unique(np.asarray(store.ids)[rows.views]))
@@ -111,6 +112,7 @@ def _train_selector(
         stage.resume(folder, _identity(store, rows, config, name, head))
     for row in stage.run(lambda: _selection_value(store, rows.select, classifier, config), on_epoch):
         row["budget"] = budget = curriculum_budget(config.curriculum, row["epoch"])
+        # A generator per epoch, so that a checkpoint needs no state of one.
         noise = generator(config.seed, "noise", row["epoch"])
         order = rows.of_epoch(store, config, row["epoch"])
         for batch in store.batches(order, config.batch_size, signals=selector.requires):
@@ -130,6 +132,7 @@ def _train_selector(
 def _identity(store: FeatureStore, rows: TrainingRows, config: TrainConfig, selector: str, head: str) -> dict[str, Any]:
     """Describe everything that the weights of a checkpoint depend on; under lesion-first the head is not among it."""
     settings = to_dict(config)
+    # A training may resume on another device.
     del settings["device"]
     return {
         "version": TRAINING_VERSION,
@@ -213,6 +216,7 @@ def _train_head(
         return head, fit_head(head, batches, label, config, judge, on_epoch)
     file = scratch
     if scratch is None and shared is not None:
+        # All that the pooled tokens depend on: trainings with other rows or options share the folder.
         key = sha256_json([store.identity, selector.name, selector.options(), trained_on.tolist(), list(config.budgets)])[:16]
         file = shared / f"{selector.name}-{key}.npy"
     means = pooled.pool(store, trained_on, selector, config.budgets, file)
@@ -277,6 +281,7 @@ def batches_of_store(
 
     def batches(epoch: int) -> Iterator[tuple[Tensor | TokenSet, Tensor]]:
         drawn = list(_drawn_batches(label, config, epoch, head.classes, len(config.budgets)))
+        # One order for the store, which reads ahead across the batches.
         order, noise = np.concatenate([part for part, _ in drawn]), generator(config.seed, "selector", epoch)
         stored = store.batches(rows[order], config.batch_size, signals=selector.requires)
         for (part, draw), batch in zip(drawn, stored):
@@ -423,6 +428,7 @@ class _Stage:
             log.unlink(missing_ok=True)
             return
         tensors, state = load_tensors(checkpoint)
+        # A checkpoint of other data or options would resume without an error and mean nothing.
         if identity != state["identity"]:
             advice = "Use the same options to resume, or another `out` to start over."
             raise MismatchError.between(f"The training in {checkpoint}", dotted(identity), dotted(state["identity"]), advice)

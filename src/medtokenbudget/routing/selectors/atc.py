@@ -7,12 +7,11 @@ of the keys of their block; the paper clusters the keys of several blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.merging import Compared, ComparingMerger, cosine_similarities, merge
 from medtokenbudget.tokens import Selection, TokenBatch
@@ -32,8 +31,6 @@ class ATC(ComparingMerger):
 
     def __init__(self, linkage: Linkage = "average", compare: Compared = "patches", minimum: int = 16) -> None:
         super().__init__(compare, minimum)
-        if linkage not in get_args(Linkage):
-            raise UnknownNameError.of("linkage", str(linkage), get_args(Linkage))
         self.linkage = linkage
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:

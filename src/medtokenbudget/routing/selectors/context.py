@@ -39,6 +39,7 @@ class ContextBlock(nn.Module):
         self.scale = nn.Parameter(torch.full((channels,), INITIAL_SCALE))
 
     def forward(self, x: Tensor, dropout: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
+        # Channels last, because norm and MLP work on the last axis; only the convolution wants them first.
         context = self.look(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         change = self.down(F.gelu(self.up(self.norm(context))))
         return x + self.scale * drop(change, dropout, generator)

@@ -48,6 +48,7 @@ class Cropr(Probe):
 
     def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
         products = self.products(patches)
+        # The scale is for the softmax alone: it does not change the ranking.
         shares = (products / math.sqrt(self.query.shape[1])).softmax(-1)
         gathered = torch.bmm(shares, patches)  # [B, queries, D]
         return products.sum(1), self.auxiliary((gathered + self.mlp(gathered)).mean(1))

@@ -6,9 +6,11 @@ counts follow from the budget and from the option `dropped`; nothing is learned.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from medtokenbudget.errors import RequestError
+from medtokenbudget.config import Range
 from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import merge, most_similar
 from medtokenbudget.routing.topk import rank
@@ -28,10 +30,8 @@ class DiffRate(Merger):
     color, marker = "#b5495b", "P"
     requires = ("cls_attention",)
 
-    def __init__(self, dropped: float = 0.5, minimum: int = 16) -> None:
+    def __init__(self, dropped: Annotated[float, Range(0, 1)] = 0.5, minimum: int = 16) -> None:
         super().__init__(minimum)
-        if not 0 <= dropped <= 1:
-            raise RequestError(f"dropped must be in [0, 1], got {dropped}.")
         self.dropped = dropped
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.errors import CountError
+from medtokenbudget.config import Count
 from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import merge, nearest_center, squared_distances
 from medtokenbudget.routing.topk import rank
@@ -24,10 +24,8 @@ class DPCKNN(Merger):
     description = "Merges patches into clusters around density peaks."
     color, marker = "#94651f", "*"
 
-    def __init__(self, neighbors: int = 5, minimum: int = 16) -> None:
+    def __init__(self, neighbors: Count = 5, minimum: int = 16) -> None:
         super().__init__(minimum)
-        if neighbors < 1:
-            raise CountError(f"neighbors must be at least 1, got {neighbors}.")
         self.neighbors = neighbors
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:

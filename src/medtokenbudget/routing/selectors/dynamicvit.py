@@ -59,6 +59,7 @@ class _Pruner(LearnedSelector):
         noisy = logits
         if generator is not None:
             pair = gumbel_noise((2, *logits.shape), generator).to(logits.device)
+            # One Gumbel draw for keep and one for drop: a softmax over two is a sigmoid of their difference.
             noisy = logits + pair[0] - pair[1]
         soft = torch.sigmoid(noisy)
         return (noisy > 0).float() + (soft - soft.detach())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.errors import CountError
+from medtokenbudget.config import Count
 from medtokenbudget.routing.base import Merger, gather, register_selector
 from medtokenbudget.routing.merging import nearest_center, squared_distances
 from medtokenbudget.routing.topk import rank
@@ -29,10 +29,8 @@ class KMedoids(Merger):
     color, marker = "#5a5a9c", "*"
     requires = ("cls_attention",)
 
-    def __init__(self, iterations: int = 5, minimum: int = 16) -> None:
+    def __init__(self, iterations: Count = 5, minimum: int = 16) -> None:
         super().__init__(minimum)
-        if iterations < 1:
-            raise CountError(f"iterations must be at least 1, got {iterations}.")
         self.iterations = iterations
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
@@ -51,4 +49,5 @@ def update_medoids(distances: Tensor, assignment: Tensor, weights: Tensor, k: in
     """Return the medoid of each group `[B, k]`: the member with the smallest weighted sum of distances to the members."""
     member = F.one_hot(assignment, k).float()  # [B, N, k]
     cost = torch.bmm(distances * weights.unsqueeze(1), member)
+    # Only members can lead their group.
     return cost.masked_fill(member == 0, torch.inf).argmin(1)

@@ -36,6 +36,7 @@ class LATS(nn.Module):
         if dim < 1:
             raise RequestError(f"`dim` must be at least 1, got {dim}.")
         self.dim = dim
+        # In the paper's order, whatever order they were given in: it is that of the columns of the input layer.
         self.config = replace(config, signals=ordered_signals(config.signals, SIGNALS))
         self.signals, hidden, layers = self.config.signals, config.hidden, config.layers
         self.scalars = [name for name in ("attention", "norm") if name in self.signals]
@@ -95,6 +96,7 @@ class LATS(nn.Module):
     def _first_layer(self, tokens: TokenBatch, active: Sequence[str], at: Tensor | None) -> Tensor:
         """Apply input and first hidden layer, multiplied into one, to [z; attention; norm; contrast]: [B, N or T, hidden]."""
         first: nn.Linear = self.hidden[0]  # type: ignore[assignment]
+        # In fp32 also under autocast: bf16 would round the product of two weights once more.
         with torch.autocast(tokens.patches.device.type, enabled=False):
             weight = first.weight @ self.input.weight
             bias = F.linear(self.input.bias, first.weight, first.bias)
@@ -108,6 +110,7 @@ class LATS(nn.Module):
             # One product for the embedding and its projection W_freq z, which the contrast then gates.
             both = F.linear(patches, torch.cat([on_z, self.contrast.weight]), torch.cat([bias, self.contrast.bias]))
             x, projected = both.split([on_z.shape[0], self.contrast.out_features], dim=-1)
+            # Of all patches, also where a sample is scored: contrast needs the neighbors.
             gate = local_contrast(tokens.patches, tokens.grid, self.config.neighborhood).unsqueeze(-1)
             x = x + F.linear(projected * _taken(gate, at), on_contrast)
         used = [(name, i) for i, name in enumerate(self.scalars) if name in active]

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from medtokenbudget.config import Count
 from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
@@ -24,7 +25,7 @@ class QueryPool(SoftMerger):
     description = "Mixes all patches into K tokens by attention of learned queries."
     color, marker = "#4f6d2f", "8"
 
-    def __init__(self, dim: int, width: int = 64, slots: int = 256, minimum: int = 16) -> None:
+    def __init__(self, dim: int, width: int = 64, slots: Count = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)
         self.width = width
         self.queries = nn.Parameter(torch.randn(slots, width))

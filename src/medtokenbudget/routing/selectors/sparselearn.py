@@ -68,9 +68,11 @@ def soft_topk(scores: Tensor, k: int, temperature: float) -> Tensor:
     """Compute gates `sigmoid((s - t) / temperature)` in [0, 1] that sum to k, [B, N]; the threshold t is differentiated too."""
     n = scores.shape[1]
     k = check_k(k, n)
+    # Only a threshold of -inf would open all gates.
     if k == n:
         return torch.ones_like(scores) + 0 * scores
     with torch.no_grad():
+        # So far out every gate is 1 or 0 in fp32: the root lies between.
         low = scores.amin(1, keepdim=True) - 40 * temperature
         high = scores.amax(1, keepdim=True) + 40 * temperature
         for _ in range(_STEPS):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medtokenbudget.config import Count
 from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
@@ -32,7 +33,7 @@ class TCSSA(SoftMerger):
     description = "Routes every patch to two of K learned slots."
     color, marker = "#5a5a9c", "8"
 
-    def __init__(self, dim: int, routes: int = 2, slots: int = 256, minimum: int = 16) -> None:
+    def __init__(self, dim: int, routes: Count = 2, slots: Count = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)
         self.routes = routes
         self.gate = nn.Linear(dim, slots)
@@ -41,6 +42,7 @@ class TCSSA(SoftMerger):
         probability = self.gate(tokens.patches)[..., :k].float().softmax(-1)  # [B, N, k]
         routed = probability * self._routes(probability)
         empty = routed.sum(1, keepdim=True) == 0
+        # The patch that is nearest to the slot: an empty one would be 0 / 0.
         favorite = F.one_hot(probability.argmax(1), tokens.n).transpose(1, 2).to(routed.dtype)
         routed = torch.where(empty, favorite, routed)
         return (routed / routed.sum(1, keepdim=True)).transpose(1, 2)
@@ -50,6 +52,7 @@ class TCSSA(SoftMerger):
         logits = self.gate(tokens.patches)[..., :k].float()
         probability = logits.softmax(-1)
         p, f = probability.mean((0, 1)), self._routes(probability).mean((0, 1))
+        # With one slot there is no entropy, and log 1 would be the divisor.
         entropy = 1 + (p * (p + 1e-8).log()).sum() / math.log(max(k, 2))
         size = logits.logsumexp(-1).mean().square()
         return {

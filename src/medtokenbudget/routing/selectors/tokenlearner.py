@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from medtokenbudget.config import Count
 from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
@@ -21,7 +22,7 @@ class TokenLearner(SoftMerger):
     description = "Mixes all patches into K tokens by learned attention maps."
     color, marker = "#8a3ea0", "8"
 
-    def __init__(self, dim: int, hidden: int = 64, slots: int = 256, minimum: int = 16) -> None:
+    def __init__(self, dim: int, hidden: int = 64, slots: Count = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)
         self.hidden = hidden
         self.maps = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, slots))

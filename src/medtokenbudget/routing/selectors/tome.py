@@ -34,8 +34,10 @@ class ToMe(RoundMerger):
         target = partner.gather(1, merged)
 
         mass = x * size.unsqueeze(-1)
+        # B is copied, because A is added to it in place.
         mass_a, mass_b = mass[:, ::2], mass[:, 1::2].contiguous()
         size_a, size_b = size[:, ::2], size[:, 1::2].clone()
+        # As rows of one [B |B|, D] tensor: several tokens of A may merge into one of B, which only index_add counts.
         rows = (target + mass_b.shape[1] * torch.arange(b, device=x.device).unsqueeze(1)).flatten()
         moved_mass = torch.take_along_dim(mass_a, merged.unsqueeze(-1), 1).reshape(-1, d)
         mass_b.view(-1, d).index_add_(0, rows, moved_mass)
