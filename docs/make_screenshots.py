@@ -37,17 +37,16 @@ def shoot(browser: Browser, url: str, name: str, size: tuple[int, int], sample: 
     page.get_by_label("Compare").set_checked(bool(options.get("compare")))
     page.get_by_label("Score map").set_checked(bool(options.get("scores")))
     page.locator("#budget").fill(str(budget))
-    if options.get("narrow"):
-        page.locator(".panel").scroll_into_view_if_needed()
-        page.evaluate("document.querySelector('.panel').scrollIntoView()")
-    _save(page, IMAGES / f"explorer-{name}.png", whole=not options.get("narrow"))
+    if options.get("compare"):  # both pictures, below the budget that stays in view
+        page.locator(".control").evaluate("control => control.scrollIntoView()")
+    _save(page, IMAGES / f"explorer-{name}.png")
     context.close()
 
 
-def _save(page: Page, path: Path, whole: bool) -> None:
+def _save(page: Page, path: Path) -> None:
     expect(page.locator("#busy")).to_be_hidden(timeout=60_000)
     page.wait_for_timeout(800)
-    page.screenshot(path=path, full_page=whole)
+    page.screenshot(path=path)
     with Image.open(path) as shot:
         # With k-means, the palette also contains the colors of thin lines.
         small = shot.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=3)
@@ -61,14 +60,15 @@ def shoot_site(folder: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as driver:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1180, "height": 800}, reduced_motion="reduce")
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
         page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
         expect(page.locator(".sample img[src]")).to_have_count(8, timeout=120_000)
         page.locator("#image-file").set_input_files(sorted((folder / "samples").iterdir()))
         expect(page.locator("#sheet-line")).to_have_text("8 of 8 images", timeout=120_000)
         page.locator("#budget").fill("20")
-        page.evaluate("document.querySelector('.curve').hidden = true; scrollTo(0, 0)")
-        _save(page, IMAGES / "site.png", whole=True)
+        page.locator("#budget").blur()
+        page.locator("#sheet").evaluate("sheet => scrollTo(0, sheet.offsetTop - 160)")  # below the budget that stays in view
+        _save(page, IMAGES / "site.png")
         browser.close()
         server.shutdown()
 
@@ -82,9 +82,9 @@ def main(model: str) -> None:
         IMAGES.mkdir(exist_ok=True)
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            shoot(browser, found[1], "desktop", (1180, 800), "mel", 20)
-            shoot(browser, found[1], "compare", (1180, 800), "mel-off-center", 15, compare=True, dark=True)
-            shoot(browser, found[1], "phone", (375, 740), "nv-off-center", 20, narrow=True)
+            shoot(browser, found[1], "desktop", (1280, 900), "mel", 20)
+            shoot(browser, found[1], "compare", (1280, 900), "mel-off-center", 15, compare=True, dark=True)
+            shoot(browser, found[1], "phone", (390, 844), "nv-off-center", 20, narrow=True)
             browser.close()
     finally:
         server.terminate()

@@ -20,7 +20,7 @@ RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.
 
 
 def main(model: Path, images: list[Path]) -> list[dict[str, float]]:
-    """Return the class probabilities of each image."""
+    """Return the class probabilities of each image; without classes, print only the kept patches."""
     session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     facts = session.get_modelmeta().custom_metadata_map
     classes, preprocessing = json.loads(facts["classes"]), json.loads(facts["preprocessing"])
@@ -31,12 +31,15 @@ def main(model: Path, images: list[Path]) -> list[dict[str, float]]:
         picture = picture.resize((size, size), RESAMPLING[preprocessing["interpolation"]])
         # RGB in [0, 1], shape [1, 3, S, S]; the graph itself subtracts the mean and divides by the standard deviation.
         pixels = np.asarray(picture, dtype=np.float32).transpose(2, 0, 1)[None] / 255
-        logits, indices = session.run(None, {"image": pixels})
-        shares = np.exp(logits[0] - logits[0].max())
-        shares /= shares.sum()
-        answers.append(dict(zip(classes, shares.tolist())))
-        best = int(shares.argmax())
-        print(f"{path}: {classes[best]} ({shares[best]:.0%}), patches {indices[0][:5].tolist()} ... of K = {facts['k']}")
+        logits, indices = session.run(None, {"image": pixels})  # without classes: the scores of all patches in place of logits
+        found = ""
+        if classes:
+            shares = np.exp(logits[0] - logits[0].max())
+            shares /= shares.sum()
+            answers.append(dict(zip(classes, shares.tolist())))
+            best = int(shares.argmax())
+            found = f"{classes[best]} ({shares[best]:.0%}), "
+        print(f"{path}: {found}patches {indices[0][:5].tolist()} ... of K = {facts['k']}")
     return answers
 
 

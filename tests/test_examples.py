@@ -93,6 +93,19 @@ def test_the_onnx_file_answers_like_the_model_where_torch_cannot_be_imported(min
         np.testing.assert_allclose(list(answer.values()), list(wanted.probabilities.values()), atol=1e-4)
 
 
+def test_the_onnx_file_of_a_router_without_classes_prints_the_patches_that_it_keeps(
+    mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+    from medtokenbudget.model.onnx import export_onnx
+
+    router, manifest = mtb.load(device="cpu"), Manifest.read(mine / "manifest.parquet")
+    path = export_onnx(router, tmp_path, budget=0.3, graph="whole")
+    assert example("onnx_without_torch").main(path, [manifest.image_path(0)]) == []
+    kept = router.route(manifest.image_path(0), budget=0.3)[0].kept[:5].tolist()
+    assert f": patches {kept} ... of K = 76" in capsys.readouterr().out
+
+
 def test_a_wrapped_model_fine_tunes_on_a_folder_to_more_than_chance(tmp_path: Path) -> None:
     drawn_folder(tmp_path, 45, size=128, classes=CLASSES)
     options = {"budget": 0.3, "epochs": 4, "size": 128, "lr": 1e-3, "pretrained": False}

@@ -21,3 +21,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Show the docstring of every public name where a page asks for them, in the order of the page."""
     names = [name for name in re.findall(r"`(\w+)`", markdown) if name in medtokenbudget.__all__]
     return markdown.replace("<!-- docstrings -->", "\n\n".join(f"::: medtokenbudget.{name}" for name in names))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep options and names in the text on one line: browsers break after every hyphen, also between `--` and the name."""
+
+    def unbroken(code: re.Match[str]) -> str:
+        return re.sub(r"(?<!\S)(?=\S*-)\S{2,30}(?!\S)", r'<span class="unbroken">\g<0></span>', code[0])
+
+    return re.sub(r"(?<=<code>)[^<]+(?=</code>)", unbroken, html)

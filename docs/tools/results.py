@@ -195,7 +195,7 @@ def further_table() -> str:
     promises = read("guarantee").query("retention == 0.95 and coverage.isna()").set_index("scores")
     rows = [
         [
-            f"tokens for 95 % of the lesion, ranked by the {name}",
+            f"tokens to keep 95 % of the lesion on average, ranked by {'' if name == 'darkness' else 'the '}{name}",
             *(f"{row['tokens']:.1f}", f"{row['fixed']:.0f}", f"{row['images']:,.0f}"),
         ]
         for name, row in promises.iterrows()

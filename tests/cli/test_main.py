@@ -144,6 +144,7 @@ def test_the_help_begins_with_what_people_need_first(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     places = [text.index(f"• {name} ") for name in ("route", "train", "evaluate", "reproduce", "extract")]
     assert places == sorted(places)
+    assert "mtb --version" in text
 
 
 def test_every_selector_is_listed_with_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from medtokenbudget.api import report
 from medtokenbudget.cli import main
 from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import RequestError
+from medtokenbudget.reporting.examples import examples
+from medtokenbudget.reporting.intervals import ReportRun
 from medtokenbudget.reporting.page import build
 from medtokenbudget.runs.run import headline, read_results
 from tests.reporting.fake_run import edit_run, fake_run
@@ -432,6 +434,24 @@ def test_the_first_screen_shows_best_median_and_worst_and_three_numbers_next_to_
     assert page.evaluate("() => document.body.innerText.trim().split(/\\s+/).length") <= 3000
     assert page.evaluate("() => document.documentElement.scrollHeight") <= 6.5 * 900
     page.close()
+
+
+def test_best_and_median_are_of_lesions_that_fit_where_such_images_tie(run: Path) -> None:
+    read = ReportRun.read(run)
+    shown = {example.reason: example.image_id for example in examples(read)}
+    orders = read.orders
+    assert orders is not None
+    seed = orders.seed_of(read.focus)
+    assert seed is not None
+    share, size = orders.share_of_possible(read.focus, seed, read.k), orders.lesion.sum(1)
+    median = np.sort(share[~np.isnan(share)])[np.isfinite(share).sum() // 2]
+    tied = share == median
+    assert set(size[tied] > read.k) == {True, False}, "nothing to choose from"
+    rows = {reason: orders.image_ids.index(name) for reason, name in shown.items()}
+    assert share[rows["median"]] == median
+    assert size[rows["median"]] <= read.k
+    assert size[rows["best"]] == size[(share == share[rows["best"]]) & (size <= read.k)].max()
+    assert share[rows["worst"]] == np.nanmin(share)
 
 
 def test_the_headline_compares_with_the_strongest_control_and_what_is_reachable(run: Path) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +19,7 @@ from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, TrainConfig
 from medtokenbudget.errors import BudgetError, CountError, MissingSignalError, NonFiniteError
 from medtokenbudget.routing import Ranker, TokenBatch, budget_to_k, create_selector, list_selectors
 from medtokenbudget.runs.method import Method
+from tests.conftest import REPOSITORY
 from tests.routing.batches import seeded, selector_of, tokens_of
 
 NAMES = list_selectors()
@@ -237,3 +244,18 @@ def test_a_ranker_that_gives_the_wrong_shape_is_told_so():
 
     with pytest.raises(ValueError, match="must return scores"):
         Wrong().select(tokens_of(), 9)
+
+
+@pytest.mark.slow
+def test_a_selector_as_the_docs_write_it_works_as_a_file_of_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "medtokenbudget"
+    shutil.copytree(REPOSITORY / "src" / "medtokenbudget", package, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    page = (REPOSITORY / "docs" / "selectors.md").read_text(encoding="utf-8")
+    found = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "@register_selector" in text]
+    assert len(found) == 2
+    for number, text in enumerate(found):
+        (package / "routing" / "selectors" / f"added_{number}.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "medtokenbudget", "selectors"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"outlier", "linear-scorer"} < {line.split()[0] for line in done.stdout.splitlines()}

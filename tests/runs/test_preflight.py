@@ -110,7 +110,7 @@ def test_without_masks_the_default_methods_are_those_that_need_none(
     assert set(DEFAULT_METHODS) - set(supported_methods(run, DEFAULT_METHODS)) == {"lats:lesion-first", "oracle", "segmenter"}
     said = capsys.readouterr().err
     assert "Skipping lats:lesion-first, oracle: no training image has a lesion mask" in said
-    assert "Skipping segmenter: the store has no scores of a segmenter" in said
+    assert "Skipping segmenter: the store has no segmenter's scores, which `mtb extract` can add." in said
 
 
 def test_off_center_views_that_the_store_does_not_have_are_an_error(without_masks: Drawn, tmp_path: Path) -> None:

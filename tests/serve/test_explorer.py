@@ -345,7 +345,9 @@ def test_a_promise_stays_on_for_the_next_image_until_the_budget_is_moved(chromiu
             assert page.locator("#budget").input_value() == str(math.ceil(100 * k / 256))
             expect(promise).to_have_attribute("aria-pressed", "true")
         expect(page.locator("#code")).to_have_text(
-            'model = mtb.load("dermoscopy")\nmodel.route("photo.jpg", budget=model.guarantee(0.95))', use_inner_text=True
+            'model = mtb.load("dermoscopy")\nmodel.route("photo.jpg", budget=model.guarantee(0.95))\n'
+            'fast = mtb.wrap(vit, router="dermoscopy", retention=0.95)  # your own transformer',
+            use_inner_text=True,
         )
         page.locator("#budget").focus()
         page.keyboard.press("ArrowRight")

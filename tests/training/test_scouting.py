@@ -169,6 +169,19 @@ def test_its_scores_become_the_control_segmenter_of_a_store_of_the_same_manifest
     assert "may have seen validation images" in capsys.readouterr().err
 
 
+def test_of_the_manifest_that_a_scout_was_trained_with_the_validation_images_are_evaluated(
+    photos: Path, run: Path, tmp_path: Path
+) -> None:
+    assert Manifest.read(photos).classes, "without classes, a router would be trained with the very same manifest"
+    assert main(["evaluate", str(photos), "--model", str(run), "--budgets", "0.3", "--out", str(tmp_path / "again")]) == 0
+    trained, again = (
+        mtb.Run(folder).results.query("view == 'as-is' and budget == 0.3 and method == 'scout'")
+        for folder in (run, tmp_path / "again")
+    )
+    assert again["n_masked"].tolist() == trained["n_masked"].tolist()
+    assert again["retention"].to_numpy() == pytest.approx(trained["retention"].to_numpy(), abs=1e-6)
+
+
 def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, run: Path, tmp_path: Path) -> None:
     results = mtb.Run(run).results
     assert {"scout", "center", "darkness", "random", "oracle"} == set(results["method"]), (

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif not before[-1].startswith("-"):
             known = {entry.split()[len(group)] for entry in COMMANDS if entry.split()[: len(group)] == group}
             raise UnknownNameError.of(" of mtb ".join(["command", *group]), before[-1], known)
-        about = f"{ABOUT} Run `mtb COMMAND --help` for the options of a command. {NOTICE}"
+        about = f"{ABOUT} Run `mtb COMMAND --help` for the options of a command, `mtb --version` for versions and devices. {NOTICE}"
         tyro.cli(_all_commands(), prog="mtb", description=about, args=words)
         return 0
     except SystemExit as stop:  # tyro showed the help, or what is wrong

@@ -329,11 +329,12 @@ class CheckData(Command):
             print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
         else:
             print(spelled(to_text(report, limit=0 if self.all else 8), options(type(self))))
-            print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else self._next()}")
+            fix = "fix the fatal problems and run the check again, or write a manifest without broken files with --drop."
+            print(f"Next: {fix if report.fatal else self._next()}")
         if self.drop is not None:
             left = without_broken(manifest, report)
-            masks = int(manifest.rows["mask"].notna().sum() - left.rows["mask"].notna().sum())
-            say(f"Wrote {left.write(self.drop)} without {len(manifest) - len(left):,} images and {masks:,} masks.")
+            before, after = ((len(one), int(one.rows["mask"].notna().sum())) for one in (manifest, left))
+            say(f"Wrote {left.write(self.drop)}: {after[0]:,} of {before[0]:,} images, {after[1]:,} of {before[1]:,} masks.")
         return 1 if report.fatal else 0
 
     def _next(self) -> str:

@@ -77,9 +77,10 @@ class Extract(Command):
     store: Path
     """Folder of the token store. An incomplete store is resumed."""
     backbone: str = BackboneConfig.name
-    """Name of a timm vision transformer, 'embedded', or a folder written by tools/distill.py."""
+    """Name of a timm vision transformer, 'hf:' and a model of transformers, 'panderm-base', 'embedded', or a folder: see
+    docs/backbone.md."""
     segmenter: str | None = None
-    """Run or model folder of a segmenter (`mtb train` with `recipe="scout"`) that was trained on this manifest. Its scores of every
+    """Run or model folder of a segmenter (`mtb train` with `preset="scout"`) that was trained on this manifest. Its scores of every
     row are stored for the control of that name."""
     verify: bool = False
     """Compare all shards and images with their stored hashes at the end."""
@@ -128,7 +129,7 @@ class Extract(Command):
         if model.info.get("run", {}).get("hashes", {}).get("manifest") not in (manifest.hash, manifest.without_labels().hash):
             raise RequestError(
                 f"The segmenter {name} was trained with another manifest, so it may have seen validation images of this one. "
-                'Train it with this manifest: `mtb train` with `recipe="scout"` and `scout.blocks=0`.'
+                'Train it with this manifest: `mtb train` with `preset="scout"` and `scout.blocks=0`.'
             )
         selector, backbone = model.classifier().selector, model.backbone
         if not isinstance(selector, Ranker):
@@ -187,7 +188,7 @@ class TrainingCommand(Command):
     out: Path
     """Run directory to write."""
     preset: Literal["lesion-first", "paper", "scout"] = "lesion-first"
-    """Settings that the other options change; `recipe="scout"` implies its own."""
+    """Settings that the other options change."""
     training: TrainConfig
 
     @classmethod
@@ -206,14 +207,14 @@ class Train(TrainingCommand):
     """Train a router and its head on a store of tokens, and save them as a model.
 
     The model is saved before heads of the controls are trained and evaluated next to it. Without class labels it learns from masks
-    alone and has no head. With `recipe="scout"` a small network learns from images and masks, without a store. If it is stopped,
+    alone and has no head. With `preset="scout"` a small network learns from images and masks, without a store. If it is stopped,
     the same command resumes.
     """
 
     example = "mtb train isic.parquet --store tokens --out runs/first"
 
     store: Path | None = None
-    """Store of tokens, written by `mtb extract`. Required, except with `recipe="scout"`, which learns from the images."""
+    """Store of tokens, written by `mtb extract`. Required, except with `preset="scout"`, which learns from the images."""
     head: Literal["auto", "none"] = "auto"
     """'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels."""
     selector: str = DEFAULT_SELECTOR

@@ -205,7 +205,8 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
         starting |= {key: None for key, value in starting.items() if value is REQUIRED}
     width = min(110, shutil.get_terminal_size().columns)
     # Indented, because tyro joins lines that begin with a letter.
-    about = textwrap.fill(" ".join(paragraphs(command)), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    about = spelled(" ".join(paragraphs(command)), known)
+    about = textwrap.fill(about, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     description = f"{about}\n\nExample:\n  {command.example}"
     shown: frozenset[str] | None = None
     if "--help-all" in words:

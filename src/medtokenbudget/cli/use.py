@@ -230,7 +230,7 @@ class Explore(Serve):
 class Export(Command):
     """Export a model as ONNX files, as a static site or as a folder for the hub.
 
-    ONNX: one file per budget, compared with PyTorch before it is routed. The static site runs the model in the browser. The folder
+    ONNX: one file per budget, compared with PyTorch before it is written. The static site runs the model in the browser. The folder
     for the hub has no local paths.
     """
 

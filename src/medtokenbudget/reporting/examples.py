@@ -58,7 +58,10 @@ def examples(run: ReportRun) -> list[Example]:
         return []
     # Of several images with all that is possible, the largest lesion that fits the budget shows most.
     ranked = measured[np.lexsort((size[measured], size[measured] <= k, share[measured]))]
-    rows = {int(ranked[-1]): "best", int(ranked[len(ranked) // 2]): "median", int(ranked[0]): "worst"}
+    # Of those that tie with the median too: of a lesion that does not fit, most is lost by any method.
+    middle = int(ranked[len(ranked) // 2])
+    tied = [int(row) for row in ranked[:-1] if share[row] == share[middle] and size[row] <= k]
+    rows = {int(ranked[-1]): "best", tied[len(tied) // 2] if tied else middle: "median", int(ranked[0]): "worst"}
     made = [_example(run, orders, row, reason) for row, reason in rows.items()]
     if absent := made.count(None):
         run.missing.append(f"{absent} of {len(made)} example pictures: the image files named in the manifest cannot be read.")

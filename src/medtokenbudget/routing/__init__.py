@@ -14,7 +14,6 @@ from medtokenbudget.routing.base import (
     register_selector,
     selector_class,
 )
-from medtokenbudget.routing.selectors import LATS, ContextScorer, LATSSelector
 from medtokenbudget.routing.signals import feature_norm, local_contrast
 from medtokenbudget.routing.topk import (
     budget_to_k,
@@ -27,6 +26,10 @@ from medtokenbudget.routing.topk import (
 )
 from medtokenbudget.routing.trainable import LearnedSelector, TrainingPass
 from medtokenbudget.tokens import Selection, TokenBatch
+
+# isort: split
+# After all other names: a selector in that folder may import them from here, as one in another package does.
+from medtokenbudget.routing.selectors import LATS, ContextScorer, LATSSelector
 
 __all__ = [
     "LATS",

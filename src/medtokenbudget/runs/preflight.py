@@ -45,7 +45,7 @@ def check(run: Run, studies: Sequence[Study], chosen_for_user: Collection[str] =
             check_config(method.config(run.config))
     pixels = [str(method) for method in methods if selector_class(method.selector).reads_pixels]
     if pixels and run.store.config["backbone"]["name"] not in READS_PIXELS:
-        advice = 'Train it with `mtb train` and `recipe="scout"`.'
+        advice = 'Train it with `mtb train` and `preset="scout"`.'
         raise RequestError(f"{listed(pixels)} reads pixels, but the store has tokens of a transformer. {advice}")
     _check_labels(run.manifest)
     check_fits(run.manifest, run.store)
@@ -129,7 +129,7 @@ def supported_methods(run: Run, methods: Sequence[str]) -> tuple[str, ...]:
     available = {
         "masks": (_has_training_masks(run), "no training image has a lesion mask."),
         "labels": (bool(run.manifest.classes), "no training image has a label."),
-        SEGMENTATION: (run.store.has(SEGMENTATION), "the store has no scores of a segmenter (`mtb extract` with `segmenter`)."),
+        SEGMENTATION: (run.store.has(SEGMENTATION), "the store has no segmenter's scores, which `mtb extract` can add."),
     }
     for need, (there, why) in available.items():
         skipped = [] if there else [text for text in methods if need in _needs(Method.parse(text), run.config)]

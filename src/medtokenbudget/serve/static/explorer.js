@@ -328,7 +328,11 @@ function code() {
   const [retention, coverage] = state.promise?.split("/") ?? [];
   const guarantee = `model.guarantee(${retention}${coverage === "null" ? "" : `, coverage=${coverage}`})`;
   const budget = state.promise ? guarantee : (onlyBudget(info) ?? STOPS[state.index]);
-  return `model = mtb.load("${info.demo ? "runs/demo/model" : info.name}")\nmodel.route("photo.jpg", budget=${budget}${selector})`;
+  const model = info.demo ? "runs/demo/model" : info.name;
+  const route = `model = mtb.load("${model}")\nmodel.route("photo.jpg", budget=${budget}${selector})`;
+  // `mtb.wrap` takes the model's main method, at any budget, and a promise that holds on average.
+  if (selector || onlyBudget(info) || (state.promise && coverage !== "null")) return route;
+  return `${route}\nfast = mtb.wrap(vit, router="${model}", ${retention ? `retention=${retention}` : `budget=${budget}`})  # your own transformer`;
 }
 
 function drawCurve() {
