@@ -135,17 +135,17 @@ def test_without_a_lesion_to_learn_from_nothing_is_trained_and_nothing_left(phot
     assert not out.exists()
 
 
-@pytest.fixture(scope="module")
-def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("scout") / "run"
+def trained(photos: Path, out: Path, *options: str) -> Path:
     small = ["--epochs", "2", "--min-steps", "0", "--scout.image-size", "64", "--scout.width", "0.5", "--device", "cpu"]
-    assert main(["train", str(photos), "--recipe", "scout", "--out", str(out), *small]) == 0
+    assert main(["train", str(photos), "--recipe", "scout", "--out", str(out), *small, *options]) == 0
     return out
 
 
 def test_its_scores_become_the_control_segmenter_of_a_store_of_the_same_manifest_only(
-    photos: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = trained(photos, tmp_path / "run", "--scout.plain")
+    capsys.readouterr()
     extract = ["extract", str(photos), "--store", str(tmp_path / "tokens"), "--backbone", "embedded", "--views", "off-center"]
     assert main([*extract, "--device", "cpu"]) == 0
     sweep = ["sweep", str(photos), "--store", str(tmp_path / "tokens"), "--head-epochs", "1", "--jobs", "1"]
@@ -169,7 +169,8 @@ def test_its_scores_become_the_control_segmenter_of_a_store_of_the_same_manifest
     assert "may have seen validation images" in capsys.readouterr().err
 
 
-def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, run: Path, tmp_path: Path) -> None:
+def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, tmp_path: Path) -> None:
+    run = trained(photos, tmp_path / "run")
     results = mtb.Run(run).results
     assert {"scout", "center", "darkness", "random", "oracle"} == set(results["method"]), (
         "border-contrast reads tokens, and these are pixels"
