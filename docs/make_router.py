@@ -32,7 +32,8 @@ from medtokenbudget.runtime import say
 PROMISES = (0.9, 0.95, 0.98)
 CARD = """### Where the masks come from
 
-All images and masks that went into the weights and into the statistics that tell unfamiliar images are in the public domain:
+Training started from the first stages of EfficientNet-Lite0 (Google, Apache-2.0), which learned the classes of ImageNet. All
+images and masks that it learned from then, and that the statistics that tell unfamiliar images are of, are in the public domain:
 {real} images of ISIC 2018 task 1 and {further} further images of the ISIC 2017 and 2018 challenges, with their masks.
 Images that show a lesion of the validation images or of the HAM10000 images (same lesion_id, or a duplicate) were left out. The
 results below also use masks of HAM10000 (CC-BY-NC), for evaluation only.

@@ -69,11 +69,11 @@ def early_model(folder: Path, way: Way, main: str = "no-pruning") -> MedTokenBud
 
 def scout_model(seed: int = 0) -> MedTokenBudget:
     """A scout of 64 pixels that was never trained, with tokens of the embedded backbone."""
-    backbone = BackboneConfig(name="glance", image_size=64)
+    backbone = BackboneConfig(name="pixels", image_size=64)
     loaded = Backbone.load(backbone)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        scout = Scout(loaded.dim, width=0.5, side=4)
+        scout = Scout(loaded.dim, width=0.5, plain=True)
     classifiers = {"scout": RoutedClassifier(scout, None), "center": RoutedClassifier(create_selector("center"), None)}
     embedded = BackboneConfig(name="embedded")
     tokens_from = (embedded, Backbone.load(embedded).fingerprint)

@@ -17,7 +17,7 @@ import numpy as np
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone import extract as run_extraction
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import PIXELS, Backbone
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
@@ -58,7 +58,7 @@ from medtokenbudget.runtime import say
 from medtokenbudget.tokens import NOT_FROM_BACKBONE
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
-from medtokenbudget.training.scouting import fit_scout_familiarity, scout_backbone, train_scout
+from medtokenbudget.training.scouting import fit_scout_familiarity, train_scout
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
@@ -177,7 +177,7 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
         raise RequestError(f"{out} contains another run. Use another `out`.")
     with exclusive(out):
         classifier = train_scout(opened, config, out)
-        backbone = scout_backbone(config)
+        backbone = BackboneConfig(name=PIXELS, image_size=config.scout.image_size)
         pixels = Backbone.load(backbone)
         assert isinstance(classifier.selector, Scout)
         # Masks of validation images are used only for evaluation: they are not counted as learned from.

@@ -339,10 +339,10 @@ class ScoutConfig(Settings):
 
     image_size: Annotated[int, Range(32, 1024)] = 128
     """Side of the image that the scout reads, in pixels: a multiple of 16."""
-    blocks: Natural = 6
-    """Blocks of the embedded backbone that look at this small image first; 0 makes it a plain convolutional segmenter."""
+    plain: bool = False
+    """Train a small segmenter from scratch instead of an encoder that was pretrained on ImageNet."""
     width: Positive = 1.0
-    """Number of channels relative to the default network."""
+    """Number of channels relative to the default network. The pretrained encoder keeps its own."""
     crop: Share = 0.4
     """Smallest side of a random training crop, relative to the image."""
     pale: Annotated[float, Range(0, 1)] = 0.7
@@ -504,7 +504,7 @@ PRESETS = {
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
     ),
     "scout": TrainConfig(
-        recipe="scout", epochs=11, min_steps=780, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
+        recipe="scout", epochs=11, min_steps=780, batch_size=32, lr=3e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
     ),
 }
 

@@ -49,7 +49,7 @@ def router() -> MedTokenBudget:
 def test_the_router_of_the_package_is_small_portable_and_has_no_head(router: MedTokenBudget) -> None:
     folder = SHIPPED["dermoscopy"]
     assert not router.has_head
-    assert router.backbone_fingerprint["name"] == "glance"
+    assert router.backbone_fingerprint["name"] == "pixels"
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 2_000_000
     config = json.loads((folder / "config.json").read_text())
     assert config["backbone"]["weights"] is None

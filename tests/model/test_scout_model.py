@@ -48,7 +48,7 @@ def test_kept_tokens_are_of_the_embedded_backbone_and_computed_when_first_read(
     np.testing.assert_allclose(first.tokens, tokens_of(embedded, images[0])[first.kept], atol=1e-5)
     assert first.tokens is first.tokens, "computed once"
     assert "tokens" not in vars(second)
-    assert "glance, 64 pixels; tokens from embedded, 224 pixels" in repr(model)
+    assert "pixels, 64 pixels; tokens from embedded, 224 pixels" in repr(model)
 
 
 def test_a_saved_scout_gives_the_same_tokens_and_the_command_writes_them(
@@ -79,7 +79,7 @@ def test_a_router_function_takes_images_or_their_tokens_and_refuses_tokens_witho
 ) -> None:
     wanted = model.route(images, budget=0.3)
     tokens = model.tokens(images)
-    assert (tokens.patches.shape, tokens.pixels.shape) == ((5, 256, 192), (5, 256, 48 + 2 * 192))
+    assert (tokens.patches.shape, tokens.pixels.shape) == ((5, 256, 192), (5, 256, 48))
     selection = model.router(0.3)(tokens)
     for row, routing in enumerate(wanted):
         assert selection.indices[row].tolist() == routing.kept.tolist()
@@ -110,7 +110,7 @@ def test_unfamiliar_images_are_told_by_what_the_scout_sees_in_the_same_pass(
 ) -> None:
     selector = model.classifier().selector
     seen = selector.see(model.tokens(images)).features
-    assert seen.patches.shape == (5, 1, 2 * 192), "mean and deviation of the last block"
+    assert seen.patches.shape == (5, 1, 2 * (24 + 32)), "mean and deviation of the two coarsest levels"
     model.familiarity = Familiarity(seen.dim, rank=2)
     model.familiarity.image.fit(moments_of(seen.patches[:, 0]))
     model.familiarity.patch.fit(moments_of(seen.patches[:, 0]))

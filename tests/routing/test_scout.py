@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import timm
 import torch
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, compact
+from medtokenbudget.files import load_tensors
+from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, ScoutNetwork, compact
+from medtokenbudget.training.scouting import LITE0
 
 
 def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
@@ -23,34 +26,36 @@ def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
     assert torch.equal(seen[0], images)
 
 
-def test_a_glance_adds_what_the_embedded_backbone_sees_of_the_small_image():
-    glance = Backbone.load(BackboneConfig(name="glance", image_size=128))
+def test_what_tells_unfamiliar_images_is_mean_and_deviation_of_the_two_coarsest_levels():
+    tokens = Backbone.load(BackboneConfig(name="pixels", image_size=64))(torch.rand(2, 3, 64, 64))
+    scout = Scout(tokens.dim).eval()
+    with torch.inference_mode():
+        seen = scout.see(tokens).features
+        coarsest = [level.flatten(2).double().numpy() for level in scout.network.levels(scout.images(tokens))[-2:]]
+    mean, deviation = (np.concatenate([getattr(level, name)(2) for level in coarsest], 1) for name in ("mean", "std"))
+    assert (seen.patches.shape, seen.grid) == ((2, 1, 2 * (40 + 112)), (1, 1))
+    np.testing.assert_allclose(seen.patches[:, 0, :152], mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(seen.patches[:, 0, 152:], deviation, rtol=2e-3, atol=1e-3)
+
+
+def test_the_encoder_is_efficientnet_lite0_and_its_packaged_weights_give_the_same_features():
+    network, start = ScoutNetwork().eval(), load_tensors(LITE0)[0]
+    network.load_state_dict({**network.state_dict(), **start})
+    reference = timm.create_model("tf_efficientnet_lite0", pretrained=False).eval()
+    names = [name for name in reference.state_dict() if not name.endswith("num_batches_tracked")]
+    reference.load_state_dict(dict(zip(names, (value.float() for value in _in_order(network, start)))), strict=False)
     images = torch.rand(2, 3, 128, 128, generator=torch.Generator().manual_seed(0))
-    tokens = glance(images)
-    assert (tokens.grid, glance.dim, tokens.patches.shape[2]) == ((16, 16), 3 * 64 + 2 * 192, 3 * 64 + 2 * 192)
-    small = torch.nn.functional.interpolate(images, (126, 126), mode="bilinear")
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    blocks = [Backbone.load(BackboneConfig(name="embedded", image_size=126, layer=layer)) for layer in (3, 5)]
-    seen = torch.cat([block((small - mean) / std).patches for block in blocks], 2).transpose(1, 2).unflatten(2, (9, 9))
-    wanted = torch.nn.functional.interpolate(seen, (16, 16), mode="bilinear").flatten(2).transpose(1, 2)
-    torch.testing.assert_close(tokens.patches[:, :, 192:], wanted, rtol=1e-3, atol=1e-3)
-    scout, given = Scout(glance.dim, side=8), []
-    scout.network.register_forward_pre_hook(lambda _, args: given.extend(args))
     with torch.inference_mode():
-        assert scout.fine_logits(tokens).shape == (2, 64, 64)
-    assert torch.equal(given[0], images)
-    assert torch.equal(given[1].flatten(2).transpose(1, 2), tokens.patches[:, :, 192:])
+        wanted = [reference.blocks[0](reference.bn1(reference.conv_stem(2 * images - 1)))]
+        for stage in (reference.blocks[1], reference.blocks[2], reference.blocks[3:5]):
+            wanted.append(stage(wanted[-1]))
+        for ours, theirs in zip(network.levels(images), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+    assert wanted[-1].std() > 0.5, "of weights that were never trained, hardly anything is left here"
 
 
-def test_what_tells_unfamiliar_images_is_mean_and_deviation_of_the_last_block():
-    glance = Backbone.load(BackboneConfig(name="glance", image_size=128))
-    tokens = glance(torch.rand(2, 3, 128, 128, generator=torch.Generator().manual_seed(3)))
-    with torch.inference_mode():
-        seen = Scout(glance.dim, side=8).see(tokens).features
-    last = tokens.patches[:, :, -192:].numpy()
-    assert (seen.patches.shape, seen.grid) == ((2, 1, 384), (1, 1))
-    np.testing.assert_allclose(seen.patches[:, 0, :192], last.mean(1), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(seen.patches[:, 0, 192:], last.std(1), rtol=1e-3, atol=1e-3)
+def _in_order(network: ScoutNetwork, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[name] for name in network.state_dict() if name in tensors]
 
 
 def test_scores_depend_on_the_image_alone_whatever_the_mode():

@@ -135,17 +135,22 @@ def test_without_a_lesion_to_learn_from_nothing_is_trained_and_nothing_left(phot
     assert not out.exists()
 
 
-@pytest.fixture(scope="module")
-def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("scout") / "run"
+def trained(photos: Path, out: Path, *options: str) -> Path:
     small = ["--epochs", "2", "--min-steps", "0", "--scout.image-size", "64", "--scout.width", "0.5", "--device", "cpu"]
-    assert main(["train", str(photos), "--recipe", "scout", "--out", str(out), *small]) == 0
+    assert main(["train", str(photos), "--recipe", "scout", "--out", str(out), *small, *options]) == 0
     return out
 
 
+@pytest.fixture(scope="module")
+def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(photos, tmp_path_factory.mktemp("scout") / "run")
+
+
 def test_its_scores_become_the_control_segmenter_of_a_store_of_the_same_manifest_only(
-    photos: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = trained(photos, tmp_path / "run", "--scout.plain")
+    capsys.readouterr()
     extract = ["extract", str(photos), "--store", str(tmp_path / "tokens"), "--backbone", "embedded", "--views", "off-center"]
     assert main([*extract, "--device", "cpu"]) == 0
     sweep = ["sweep", str(photos), "--store", str(tmp_path / "tokens"), "--head-epochs", "1", "--jobs", "1"]
@@ -174,12 +179,12 @@ def test_of_the_manifest_that_a_scout_was_trained_with_the_validation_images_are
 ) -> None:
     assert Manifest.read(photos).classes, "without classes, a router would be trained with the very same manifest"
     assert main(["evaluate", str(photos), "--model", str(run), "--budgets", "0.3", "--out", str(tmp_path / "again")]) == 0
-    trained, again = (
+    before, again = (
         mtb.Run(folder).results.query("view == 'as-is' and budget == 0.3 and method == 'scout'")
         for folder in (run, tmp_path / "again")
     )
-    assert again["n_masked"].tolist() == trained["n_masked"].tolist()
-    assert again["retention"].to_numpy() == pytest.approx(trained["retention"].to_numpy(), abs=1e-6)
+    assert again["n_masked"].tolist() == before["n_masked"].tolist()
+    assert again["retention"].to_numpy() == pytest.approx(before["retention"].to_numpy(), abs=1e-6)
 
 
 def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, run: Path, tmp_path: Path) -> None:

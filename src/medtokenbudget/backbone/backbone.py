@@ -39,9 +39,6 @@ PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
 """Names and folders of the backbones in this package."""
 PIXELS = "pixels"
 """Name of the backbone that is none: its tokens are pixels."""
-GLANCE = "glance"
-"""Name of the backbone whose tokens are pixels and what the embedded backbone makes of the same small image."""
-READS_PIXELS = (PIXELS, GLANCE)
 PIXEL_GRID = (16, 16)
 HUB = "hf:"
 """Start of the names of backbones that transformers loads: 'hf:owner/name', or 'hf:folder'."""
@@ -162,8 +159,8 @@ class Backbone:
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
-        if config.name in READS_PIXELS:
-            return (Pixels if config.name == PIXELS else Glance)(config, device)
+        if config.name == PIXELS:
+            return Pixels(config, device)
         if config.name.startswith(HUB):
             return _from_transformers(config, device)
         if config.name in PUBLISHED and config.weights is None:
@@ -267,7 +264,7 @@ class Pixels(Backbone):
         h, w = self.grid = PIXEL_GRID
         if config.image_size % h:
             raise RequestError(f"`image_size` must be a multiple of {h} for the backbone '{PIXELS}', got {config.image_size}.")
-        if config.weights is not None or config.attention != "true" or (config.name == PIXELS and config.layer != -1):
+        if config.weights is not None or config.attention != "true" or config.layer != -1:
             raise RequestError(f"The backbone '{config.name}' has one form. Leave out `weights`, `layer` and `attention`.")
         self.device, self.config, self.model = resolve_device(device), config, torch.nn.Identity()
         self.side = config.image_size // h
@@ -291,43 +288,6 @@ class Pixels(Backbone):
         self.check_signals(signals or ())
         patches = F.pixel_unshuffle(images, self.side)
         return TokenBatch(patches.flatten(2).transpose(1, 2), self.grid)
-
-
-class Glance(Pixels):
-    """Pixels as tokens, each followed by what the embedded backbone sees there in the same small image.
-
-    These are the tokens of block `layer` and of the one two before: what a patch is, and where it is. Of an image of 112 pixels the
-    backbone sees 8 x 8 patches, a quarter of its usual ones. They are interpolated to the grid.
-    """
-
-    def __init__(self, config: BackboneConfig, device: torch.device | str = "cpu") -> None:
-        super().__init__(config, device)
-        side = config.image_size // 14
-        # Nothing reads its attention, and recording it costs a tenth of its time.
-        seen = BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer, attention="pseudo")
-        self.seen = Backbone.load(seen, device)
-        # As matrices, because the interpolation of torch cannot be exported for any batch size.
-        self._shrink = _bilinear(config.image_size, 14 * side)
-        self._spread = torch.kron(*(_bilinear(side, cells) for cells in self.grid))
-        self.model, self.depth, self.layer = self.seen.model, self.seen.depth, self.seen.layer
-        self._blocks = [block for block in (self.layer - 2, self.layer) if block >= 0]
-        self.dim += len(self._blocks) * self.seen.dim
-        about = {"weights": self.seen.fingerprint["weights"], "layer": self.layer, "dim": self.dim}
-        self.fingerprint = {**self.fingerprint, **about}
-
-    def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
-        """Return patches of images [B, 3, S, S]: the 3 p p numbers of their pixels, then their features."""
-        pixels, (mean, std) = super().tokens(images, signals), self.seen.preprocessing.statistics(images.device)
-        shrink, spread = self._shrink.to(images), self._spread.to(images)
-        small = (shrink @ images @ shrink.T - mean) / std
-        seen: list[Tensor] = self.model.forward_intermediates(
-            small, indices=self._blocks, norm=True, stop_early=True, output_fmt="NLC", intermediates_only=True
-        )
-        return replace(pixels, patches=torch.cat([pixels.patches, spread @ torch.cat(seen, 2)], 2))
-
-
-def _bilinear(inputs: int, outputs: int) -> Tensor:
-    return F.interpolate(torch.eye(inputs).unsqueeze(0), outputs, mode="linear").squeeze(0).T.contiguous()
 
 
 @dataclass(frozen=True)

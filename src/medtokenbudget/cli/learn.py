@@ -129,7 +129,7 @@ class Extract(Command):
         if model.info.get("run", {}).get("hashes", {}).get("manifest") not in (manifest.hash, manifest.without_labels().hash):
             raise RequestError(
                 f"The segmenter {name} was trained with another manifest, so it may have seen validation images of this one. "
-                'Train it with this manifest: `mtb train` with `preset="scout"` and `scout.blocks=0`.'
+                'Train it with this manifest: `mtb train` with `preset="scout"` and `scout.plain=true`.'
             )
         selector, backbone = model.classifier().selector, model.backbone
         if not isinstance(selector, Ranker):

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medtokenbudget import config as settings
-from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone, luminance
+from medtokenbudget.backbone.backbone import PIXELS, Backbone, luminance
 from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
@@ -326,7 +326,7 @@ class MedTokenBudget(nn.Module):
         """Return tokens of a few images in any form that `route` takes. A `TokenBatch` is only moved to the model's device."""
         if isinstance(images, TokenBatch):
             # Pixels are never negative, features of a backbone are; without this check their scores would be noise.
-            reads_pixels = self.backbone_fingerprint["name"] in READS_PIXELS and images.pixels is None
+            reads_pixels = self.backbone_fingerprint["name"] == PIXELS and images.pixels is None
             if reads_pixels and (images.dim != self.backbone.dim or bool((images.patches[:, :, :3] < 0).any())):
                 raise RequestError("The router reads pixels, but these tokens are of a backbone. Pass `model.tokens(images)`.")
             return images.to(self.device)

@@ -115,7 +115,7 @@ def write_folder(
     for name, values in tensors.items():
         # One key only: safetensors writes several in an order that changes from call to call.
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
-        files.write_bytes(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
+        files.write_bytes(folder / name, save({key: _smallest(values[key]) for key in sorted(values)}, header))
         hashes[name] = files.sha256_file(folder / name)
     # Left by a model with more methods that was saved here before.
     if HEADS not in tensors:
@@ -124,6 +124,12 @@ def write_folder(
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": __version__, "identity": identity, "files": hashes}
     # The configuration is written last: a folder left behind by a crash has none and is rejected.
     files.write_sealed(folder / CONFIG, {**config, **settings})
+
+
+def _smallest(values: Tensor) -> Tensor:
+    """Return fp16 where it loses nothing."""
+    half = values.half()
+    return (half if torch.equal(half.to(values.dtype), values) else values).contiguous()
 
 
 def _short_card(identity: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests, mask_patches
-from medtokenbudget.backbone.backbone import READS_PIXELS
+from medtokenbudget.backbone.backbone import PIXELS
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_order
@@ -223,7 +223,7 @@ def evaluate_model(
     for name in available_controls(images.store):
         # With the minimum of the model, so that it keeps as many patches at small budgets.
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
-        if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
+        if control.reads_patches and images.store.config["backbone"]["name"] == PIXELS:
             continue  # on pixels it would be another method than the one of this name on tokens
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}

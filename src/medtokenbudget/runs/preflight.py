@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.backbone.backbone import READS_PIXELS
+from medtokenbudget.backbone.backbone import PIXELS
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import CONTROLS, SIGNALS, TrainConfig, given_settings
 from medtokenbudget.data import Manifest
@@ -44,7 +44,7 @@ def check(run: Run, studies: Sequence[Study], chosen_for_user: Collection[str] =
         if method.learned:
             check_config(method.config(run.config))
     pixels = [str(method) for method in methods if selector_class(method.selector).reads_pixels]
-    if pixels and run.store.config["backbone"]["name"] not in READS_PIXELS:
+    if pixels and run.store.config["backbone"]["name"] != PIXELS:
         advice = 'Train it with `mtb train` and `preset="scout"`.'
         raise RequestError(f"{listed(pixels)} reads pixels, but the store has tokens of a transformer. {advice}")
     _check_labels(run.manifest)

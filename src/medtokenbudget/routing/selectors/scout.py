@@ -1,9 +1,8 @@
 """`scout`: a small network that reads the pixels of an image and gives lesion scores, finer than the token grid.
 
-A feature pyramid of residual blocks (ResNet, CVPR 2016; FPN, CVPR 2017). It runs on tokens of the backbone 'pixels', whose patches
-are the pixels themselves, or 'glance', whose patches are pixels and frozen features: the pixels say where the lesion ends, the
-features what it is. So a scout is saved, exported, calibrated and used for early routing like any other selector.
-`training/scouting.py` trains it from images and masks.
+A feature pyramid (FPN, CVPR 2017) on the first stages of EfficientNet-Lite0, or on plain residual blocks (ResNet, CVPR 2016). It
+runs on tokens of the backbone 'pixels', whose patches are the pixels themselves. So a scout is saved, exported, calibrated and used
+for early routing like any other selector. `training/scouting.py` trains it from images and masks.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
 
 CHANNELS = (16, 32, 48, 64)
-"""Channels at 1/2, 1/4, 1/8 and 1/16 of the image. Few at 1/2: there a channel costs four times as much as at 1/4."""
+"""Channels of the plain one at 1/2, 1/4, 1/8 and 1/16 of the image. Few at 1/2, where one costs four times as much as at 1/4."""
+LITE0 = (((1, 16, 1, 3, 1),), ((6, 24, 2, 3, 2),), ((6, 40, 2, 5, 2),), ((6, 80, 3, 3, 2), (6, 112, 3, 5, 1)))
+"""EfficientNet-Lite0 down to 1/16 of the image: expansion, channels, blocks, kernel and stride of the parts of each stage."""
 PYRAMID = 32
 NEAR, COMPACT = 4.0, 2.0
 """How much a likely lesion in the neighborhood adds to the logit of a patch, and what distance takes away. Of 96 other settings the
-best is 0.02 points better on training-side lesions that are new to the scout and to the choice (docs/training.md)."""
-EMBEDDED = 192
-"""Features of one block of the embedded backbone. Mean and deviation of the last block's tell unfamiliar images."""
+best was 0.02 points better on training-side lesions that were new to an earlier scout and to the choice (docs/training.md)."""
+FAMILIAR = 2
+"""Mean and deviation of so many of the coarsest levels tell unfamiliar images. With the last one alone, 3 % more polyps pass."""
 _LARGEST_PATCH = 32
 
 
@@ -34,14 +35,15 @@ class _BatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__()
+        self.eps = eps
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, eps=self.eps)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, act: bool = True) -> nn.Sequential:
@@ -60,58 +62,90 @@ class Residual(nn.Module):
         return F.relu(x + self.layers(x))
 
 
-class _Semantic(nn.Module):
-    """Two layers on the features of each patch by itself."""
+def _lite_conv(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Sequential:
+    """Return a layer as TensorFlow makes it: with a stride, more is padded right and below."""
+    padding = (kernel - 1) // 2 if stride == 1 else 0
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
+    before = [nn.ZeroPad2d(((kernel - 2) // 2, (kernel - 1) // 2) * 2)] if stride > 1 else []
+    return nn.Sequential(*before, convolution, _BatchNorm(outputs, 1e-3), *([nn.ReLU6(inplace=True)] if act else []))
 
-    def __init__(self, features: int, hidden: int, outputs: int) -> None:
+
+class _Inverted(nn.Module):
+    """An inverted residual: wider by `expansion`, a depthwise convolution, narrow again."""
+
+    def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(features)
-        self.inner, self.outer = nn.Linear(features, hidden), nn.Linear(hidden, outputs)
+        inner, self.same = inputs * expansion, stride == 1 and inputs == outputs
+        self.layers = nn.Sequential(
+            *([_lite_conv(inputs, inner)] if expansion > 1 else []),
+            _lite_conv(inner, inner, kernel, stride, inner),
+            _lite_conv(inner, outputs, act=False),
+        )
 
-    def forward(self, features: Tensor) -> Tensor:
-        inner = F.gelu(self.inner(self.norm(features.movedim(1, -1))))
-        mixed: Tensor = self.outer(inner).movedim(-1, 1)
-        return mixed
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layers(x)
+        return x + made if self.same else made
+
+
+def lite_stages(channels: int) -> list[nn.Sequential]:
+    """Return the stages of EfficientNet-Lite0 for images of `channels` channels, to 1/2, 1/4, 1/8 and 1/16 of the image."""
+    stages, above = [], 32
+    for number, parts in enumerate(LITE0):
+        layers: list[nn.Module] = [] if number else [_lite_conv(channels, above, 3, 2)]
+        for expansion, size, blocks, kernel, stride in parts:
+            for block in range(blocks):
+                layers.append(_Inverted(above, size, expansion, kernel, 1 if block else stride))
+                above = size
+        stages.append(nn.Sequential(*layers))
+    return stages
 
 
 class ScoutNetwork(nn.Module):
-    """Images [B, C, H, W] and features [B, D, h, w] of them to lesion logits [B, H / 2, W / 2].
+    """Images [B, C, H, W], values in [0, 1], to lesion logits [B, H / 2, W / 2].
 
     Args:
         channels: Channels C of an image.
-        width: Number of channels inside, relative to `CHANNELS`.
-        features: Dimension D of the features; 0 for none.
+        width: Number of channels inside, relative to `CHANNELS`; of EfficientNet-Lite0 only the pyramid changes.
+        plain: Use residual blocks instead of EfficientNet-Lite0.
     """
 
-    def __init__(self, channels: int = 3, width: float = 1.0, features: int = 0) -> None:
+    def __init__(self, channels: int = 3, width: float = 1.0, plain: bool = False) -> None:
         super().__init__()
         fine, *sizes = (max(8, 8 * round(width * size / 8)) for size in CHANNELS)
         pyramid = max(8, 8 * round(width * PYRAMID / 8))
-        self.stem = _conv(channels, fine, 3, 2)
-        self.stages = nn.ModuleList(
-            nn.Sequential(_conv(above, size, 3, 2), Residual(size)) for above, size in zip([fine, *sizes], sizes)
-        )
+        if plain:
+            stem = _conv(channels, fine, 3, 2)
+            stages = [nn.Sequential(_conv(above, size, 3, 2), Residual(size)) for above, size in zip([fine, *sizes], sizes)]
+        else:
+            stem, *stages = lite_stages(channels)
+            fine, *sizes = (parts[-1][1] for parts in LITE0)
+        self.stem, self.stages = stem, nn.ModuleList(stages)
         # What the whole image looks like: skin tone and light decide what is dark.
         self.context = nn.Linear(sizes[-1], pyramid)
-        self.semantic = _Semantic(features, 2 * pyramid, pyramid) if features else None
         self.lateral = nn.ModuleList(nn.Conv2d(size, pyramid, 1) for size in sizes)
         self.merge = nn.ModuleList(_conv(pyramid, pyramid, 3) for _ in sizes)
         self.reduce = nn.Conv2d(pyramid, fine, 1)
         self.refine = _conv(fine, fine, 3)
         self.logit = nn.Conv2d(fine, 1, 1)
 
-    def forward(self, images: Tensor, features: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.levels(images))
+
+    def levels(self, images: Tensor) -> list[Tensor]:
+        """Return features at 1/2, 1/4, 1/8 and 1/16 of the image."""
+        images = 2 * images - 1
         if not torch.compiler.is_compiling():  # faster by a tenth; a graph for any batch size has no memory format
             images = images.contiguous(memory_format=torch.channels_last)
-        fine = x = self.stem(images)
-        levels = []
+        levels = [self.stem(images)]
         for stage in self.stages:
-            x = stage(x)
-            levels.append(x)
-        top = self.context(x.mean((2, 3)))[:, :, None, None].expand(-1, -1, *x.shape[-2:])
-        if self.semantic is not None and features is not None:
-            top = top + F.adaptive_avg_pool2d(self.semantic(features), x.shape[-2:])
-        for lateral, merge, level in zip(reversed(self.lateral), reversed(self.merge), reversed(levels)):
+            levels.append(stage(levels[-1]))
+        return levels
+
+    def decode(self, levels: list[Tensor]) -> Tensor:
+        """Return the lesion logits from the features."""
+        fine, *coarser = levels
+        top = self.context(coarser[-1].mean((2, 3)))[:, :, None, None].expand(-1, -1, *coarser[-1].shape[-2:])
+        for lateral, merge, level in zip(reversed(self.lateral), reversed(self.merge), reversed(coarser)):
             top = merge(lateral(level) + F.interpolate(top, level.shape[-2:]))
         logits: Tensor = self.logit(self.refine(fine + F.interpolate(self.reduce(top), fine.shape[-2:])))
         return logits.squeeze(1)
@@ -138,9 +172,9 @@ class Scout(ScoredRanker):
     """Mean lesion logit of each patch, made compact, largest first, of a network that reads the image itself.
 
     Args:
-        dim: Numbers per patch: 3 p p for patches of p x p pixels, then those of their features.
+        dim: Numbers per patch: 3 p p for patches of p x p pixels.
         width: Number of channels of the network, relative to the default.
-        side: Side p of a patch in pixels; None means that there are no features.
+        plain: Whether its encoder is plain residual blocks.
     """
 
     title = "Scout"
@@ -149,33 +183,29 @@ class Scout(ScoredRanker):
     reads_pixels = True
     finer = True
 
-    def __init__(self, dim: int, width: float = 1.0, minimum: int = 16, side: int | None = None) -> None:
+    def __init__(self, dim: int, width: float = 1.0, minimum: int = 16, plain: bool = False) -> None:
         super().__init__(RouterConfig(minimum=minimum, smooth=1))
-        if side is not None and dim >= 3 * side * side:
-            self.patch, self.numbers = side, 3 * side * side
-        else:  # a token of any dimension is p x p cells: of pixels they are the pixels
-            self.patch, self.numbers = max(side for side in range(1, _LARGEST_PATCH + 1) if dim % (side * side) == 0), dim
-        self.width, self.side = width, side
-        self.network = ScoutNetwork(self.numbers // self.patch**2, width, dim - self.numbers)
+        # A token of any dimension is p x p cells: of pixels they are the pixels.
+        self.patch = max(side for side in range(1, _LARGEST_PATCH + 1) if dim % (side * side) == 0)
+        self.width, self.plain = width, plain
+        self.network = ScoutNetwork(dim // self.patch**2, width, plain)
 
     @classmethod
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Scout:
-        return cls(dim, config.scout.width, config.router.minimum, config.scout.image_size // 16)
+        return cls(dim, config.scout.width, config.router.minimum, config.scout.plain)
 
     @classmethod
     def settings(cls, config: TrainConfig) -> tuple[str, ...]:
-        return (*super().settings(config), "scout.width", "scout.image_size")
+        return (*super().settings(config), "scout.width", "scout.plain")
 
-    def images(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """Return the images [B, C, H, W] that the tokens are of, and their features [B, D, h, w] if there are any."""
+    def images(self, tokens: TokenBatch) -> Tensor:
+        """Return the images [B, C, H, W] that the tokens are of."""
         patches = tokens.patches if tokens.pixels is None else tokens.pixels
-        cells = patches.float().transpose(1, 2).unflatten(2, tokens.grid)
-        images = F.pixel_shuffle(cells[:, : self.numbers], self.patch)
-        return images, cells[:, self.numbers :] if cells.shape[1] > self.numbers else None
+        return F.pixel_shuffle(patches.float().transpose(1, 2).unflatten(2, tokens.grid), self.patch)
 
     def fine_logits(self, tokens: TokenBatch) -> Tensor:
         """Return the lesion logits [B, H / 2, W / 2] of every second pixel."""
-        fine: Tensor = self.network(*self.images(tokens))
+        fine: Tensor = self.network(self.images(tokens))
         return fine
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
@@ -184,12 +214,11 @@ class Scout(ScoredRanker):
 
     def see(self, tokens: TokenBatch) -> Sight:
         with evaluating(self.network):  # in training mode the normalization would depend on the other images of the batch
-            fine = self.fine_logits(tokens)
+            levels = self.network.levels(self.images(tokens))
+            fine = self.network.decode(levels)
         scores = torch.sigmoid(_of_patches(fine, tokens.grid))
-        images, features = self.images(tokens)
-        values = images if features is None else features[:, -EMBEDDED:]
-        mean = values.mean((2, 3))
-        spread = (values.square().mean((2, 3)) - mean.square()).clamp(min=1e-6).sqrt()
+        mean, square = (torch.cat([level.pow(power).mean((2, 3)) for level in levels[-FAMILIAR:]], 1) for power in (1, 2))
+        spread = (square - mean.square()).clamp(min=1e-6).sqrt()
         seen = torch.cat([mean, spread], 1).unsqueeze(1)
         return Sight(self.smoothed(scores, tokens.grid), torch.sigmoid(fine), TokenBatch(seen, (1, 1)))
 
