@@ -59,7 +59,7 @@ def test_the_mask_is_the_probability_enlarged_to_the_image(scout: MedTokenBudget
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
     with torch.no_grad():
         selector = scout.classifier().selector
-        probability = selector.network(*selector.images(scout.backbone.tokens(pixels))).sigmoid()
+        probability = selector.network(selector.images(scout.backbone.tokens(pixels))).sigmoid()
     np.testing.assert_allclose(found.lesion_map, probability[0].numpy(), atol=1e-5)
     # Bilinear enlargement of torch, an independent implementation.
     large = F.interpolate(probability[None], size=(200, 200), mode="bilinear", align_corners=False)[0, 0].numpy()

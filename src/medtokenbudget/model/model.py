@@ -622,8 +622,8 @@ def route(
 
     Example:
         >>> routing = mtb.route("photo.jpg", budget=0.3)[0]
-        >>> routing.k, routing.tokens.shape, routing.unfamiliar
-        (76, (76, 192), False)
+        >>> routing.k, routing.tokens.shape
+        (76, (76, 192))
     """
     return loaded(model).route(images, budget, selector, **more)
 

@@ -102,7 +102,7 @@ def held_out(
     if part == "auto":
         trained_with = model.info.get("run", {}).get("hashes", {}).get("manifest")
         # A router without a head was trained with the same manifest without its labels.
-        part = "val" if trained_with in (identity, manifest.hash, manifest.without_labels().hash) else "all"
+        part = "val" if trained_with in (identity or manifest.hash, manifest.without_labels().hash) else "all"
     wanted = manifest if part == "all" else manifest.part(part)
     if not len(wanted):
         raise RequestError(f"The manifest has no images in the part '{part}'. Choose another `part`, or `part=\"all\"`.")

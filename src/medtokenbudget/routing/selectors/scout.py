@@ -62,11 +62,26 @@ class Residual(nn.Module):
         return F.relu(x + self.layers(x))
 
 
+class _SamePad(nn.Module):
+    """The zeros that TensorFlow puts around an input for a convolution of stride 2: more right and below than left and above."""
+
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads: list[int] = []
+        for size in reversed(x.shape[-2:]):
+            total = self.kernel - 2 + size % 2
+            pads += [total // 2, total - total // 2]
+        return F.pad(x, pads)
+
+
 def _lite_conv(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Sequential:
     """Return a layer as TensorFlow makes it: with a stride, more is padded right and below."""
     padding = (kernel - 1) // 2 if stride == 1 else 0
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
-    before = [nn.ZeroPad2d(((kernel - 2) // 2, (kernel - 1) // 2) * 2)] if stride > 1 else []
+    before = [_SamePad(kernel)] if stride > 1 else []
     return nn.Sequential(*before, convolution, _BatchNorm(outputs, 1e-3), *([nn.ReLU6(inplace=True)] if act else []))
 
 
