@@ -59,6 +59,10 @@ def test_random_is_uniform_over_the_patches_and_repeatable_without_a_generator()
     torch.testing.assert_close(kept, torch.full((10,), 0.3), atol=0.04, rtol=0)
     assert torch.equal(create_selector("random", seed=4).order(tokens), create_selector("random", seed=4).order(tokens))
     assert not torch.equal(create_selector("random", seed=4).order(tokens), create_selector("random", seed=5).order(tokens))
+    drawn, generator = create_selector("random").select(tokens, 3).kept, seeded()
+    first, second = (create_selector("random").select(tokens, 3, generator).kept for _ in range(2))
+    assert not torch.equal(first, second), "draws go on in the generator that was given"
+    assert not torch.equal(first, drawn)
 
 
 def test_no_pruning_keeps_all_at_every_budget():
