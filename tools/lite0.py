@@ -15,7 +15,7 @@ import torch
 
 from medtokenbudget.files import save_tensors, sha256_file
 from medtokenbudget.routing.selectors.scout import ScoutNetwork
-from medtokenbudget.training.scouting import ENCODER, LITE0
+from medtokenbudget.training.scouting import ENCODER, WEIGHTS
 
 
 def main(checkpoint: Path, out: Path) -> Path:
@@ -26,13 +26,13 @@ def main(checkpoint: Path, out: Path) -> Path:
     if wrong := [name for name, value in wanted.items() if value.shape != taken[name].shape]:
         raise SystemExit(f"{checkpoint} is not EfficientNet-Lite0: {wrong[0]} does not fit.")
     out.mkdir(parents=True, exist_ok=True)
-    save_tensors(out / LITE0.name, {name: value.half() for name, value in taken.items()}, {"source": sha256_file(checkpoint)})
-    return out / LITE0.name
+    save_tensors(out / WEIGHTS.name, {name: value.half() for name, value in taken.items()}, {"source": sha256_file(checkpoint)})
+    return out / WEIGHTS.name
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, default=LITE0.parent)
+    parser.add_argument("--out", type=Path, default=WEIGHTS.parent)
     given = parser.parse_args()
     print(main(given.checkpoint, given.out))

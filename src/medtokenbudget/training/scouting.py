@@ -31,7 +31,7 @@ from medtokenbudget.training.familiarity import Familiarity, Features, fit_famil
 from medtokenbudget.training.rows import generator
 
 CHECKPOINT = "scout.safetensors"
-LITE0 = Path(__file__).parent / "lite0" / "weights.safetensors"
+WEIGHTS = Path(__file__).parent / "lite0" / "weights.safetensors"
 """EfficientNet-Lite0 as ImageNet taught it, where a training starts; `tools/lite0.py` writes it."""
 READS = {
     *("recipe", "epochs", "min_steps", "batch_size", "lr", "weight_decay", "clip", "seed", "device", "budgets", "router.minimum"),
@@ -76,7 +76,7 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
         torch.manual_seed(config.seed)
         scout = Scout.from_config(backbone.dim, config)
     if not config.scout.plain:
-        start, _ = load_tensors(LITE0)
+        start, _ = load_tensors(WEIGHTS)
         scout.network.load_state_dict({**scout.network.state_dict(), **start})
     scout.to(device).to(memory_format=torch.channels_last)
     network, average = scout.network, {name: value.detach().clone() for name, value in scout.network.state_dict().items()}
