@@ -26,6 +26,7 @@ from medtokenbudget.routing import create_selector
 from medtokenbudget.runs.method import Method
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.rows import TrainingRows, generator
+from medtokenbudget.training.trainer import _Stage
 from tests.drawn import Drawn, fit, quick
 
 K_MIN, TAU = 16, 0.5
@@ -281,3 +282,13 @@ def test_the_curriculum_ablation_differs_from_lats_in_the_budget_alone(drawn: Dr
     assert [row["budget"] for row in fixed] == [0.5, 0.5, 0.5]
     assert [row["lr"] for row in lats] == [row["lr"] for row in fixed]
     assert lats[0]["loss"] == fixed[0]["loss"]
+
+
+@pytest.mark.parametrize(("gain", "best"), [(0.0015, 0), (0.0025, 1)])
+def test_a_gain_below_the_least_improvement_keeps_the_earlier_epoch(gain: float, best: int) -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    config = TrainConfig(evaluate_every=1, min_improvement=0.002)
+    stage, measured = _Stage("selector", layer, torch.optim.SGD(layer.parameters(), 0.1), config, 2), iter([0.5, 0.5 + gain])
+    for epoch, _ in enumerate(stage.run(lambda: next(measured), None)):
+        nn.init.constant_(layer.weight, float(epoch))
+    assert (stage.best_epoch, layer.weight.item()) == (best, float(best))
