@@ -10,7 +10,7 @@ from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.files import load_tensors
 from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, ScoutNetwork, compact
-from medtokenbudget.training.scouting import LITE0
+from medtokenbudget.training.scouting import WEIGHTS
 
 
 def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
@@ -39,7 +39,7 @@ def test_what_tells_unfamiliar_images_is_mean_and_deviation_of_the_two_coarsest_
 
 
 def test_the_encoder_is_efficientnet_lite0_and_its_packaged_weights_give_the_same_features():
-    network, start = ScoutNetwork().eval(), load_tensors(LITE0)[0]
+    network, start = ScoutNetwork().eval(), load_tensors(WEIGHTS)[0]
     network.load_state_dict({**network.state_dict(), **start})
     reference = timm.create_model("tf_efficientnet_lite0", pretrained=False).eval()
     names = [name for name in reference.state_dict() if not name.endswith("num_batches_tracked")]
